@@ -97,8 +97,8 @@ def _look_up(
     warnings for the user.
 
     Raises:
-        UsageError: if the data or the JSON of a checkpoint cannot be read, if a setting does not
-            fit the data, or if `wanted` is not a valid range of rows.
+        UsageError: if the data, rewinds.json or the JSON of a checkpoint cannot be read, if a
+            setting does not fit the data, or if `wanted` is not a valid range of rows.
     """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
@@ -132,7 +132,7 @@ def _chosen_rows(given: str | None, batch_size: int) -> range:
 
 
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
-    """Return the origin of a row: its sequence, corpus, file and offset, and its document.
+    """Return the origin of a row: its `sequence`, `corpus`, `file` and `offset`, and its document.
 
     Offsets are in tokens from the start of the file. `document` (a number) and `document_start` are
     None if the file has no index of its documents.
@@ -151,9 +151,10 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return one note for each reason why a run may not have trained on these rows.
+    """Return one note for each reason why a run may not have trained on the rows of a step.
 
-    Raises `UsageError` if the JSON of a checkpoint cannot be read at the moment.
+    `run` is None without a run directory. Raises `UsageError` if the data cannot be read, and as
+    `read_rewinds` and `valid_checkpoints` do.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -194,7 +195,8 @@ def row_losses(
     """Return each row's mean loss in nats with the parameters of checkpoint `at`: float32 (B,).
 
     All processes must call this. `tokens` and `weights` come from `_look_up`. Raises `UsageError`
-    if the mesh does not fit the devices or the checkpoint is damaged.
+    if the mesh does not fit the devices, or if the checkpoint is damaged or does not fit the
+    configuration. Also raises errors as `initialize_jax` does.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 
@@ -234,7 +236,8 @@ def show(
     """Print the records of rows with their text, or as JSON lines that also have their token IDs.
 
     Without a tokenizer, token IDs are printed instead of text, and the `text` in JSON is None. For
-    `tokens` and `weights`, see `_look_up`.
+    the other arguments, see `_look_up`. Raises `UsageError` if the tokenizer needs a package that
+    is not installed.
     """
 
     def text_of(ids: list[int]) -> str:
@@ -256,7 +259,10 @@ def show(
 
 
 def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:
-    """Return the text of a row, with [[ and ]] around the targets that count toward the loss."""
+    """Return the text of a row, with [[ and ]] around the targets that count toward the loss.
+
+    `ids` and `weights` have one number for each token. The first token is not a target.
+    """
     counts = [False, *map(bool, weights[1:])]  # the first token is not a target
     out = []
     for is_counted, run in itertools.groupby(zip(ids, counts, strict=True), lambda pair: pair[1]):

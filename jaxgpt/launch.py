@@ -102,7 +102,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return the options and the command, which starts after `--` or at the first non-option."""
+    """Return the options and the command, which starts after `--` or at the first non-option.
+
+    Every option except --print and --help takes a value, after `=` or as the next word.
+    """
     if "--" in argv:
         end = argv.index("--")
         return argv[:end], argv[end + 1 :]

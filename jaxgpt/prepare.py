@@ -40,7 +40,8 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
 
     Raises:
         UsageError: if an argument or the input is invalid, if Tiny Shakespeare cannot be
-            downloaded, or if `check_new` raises it.
+            downloaded, if a package that the input needs is not installed, or if `check_new` raises
+            it.
         OSError: if `directory` cannot be written.
     """
     if arguments.command != "text":

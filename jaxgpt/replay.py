@@ -103,7 +103,9 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     Process 0 prints a line for each step. `steps` must not be empty. `mesh` is in the format of
     `--mesh`. None selects the mesh on which the run trained the first step to repeat, which is the
     step after the checkpoint before the lowest of `steps`. All processes call this together. It
-    starts JAX. Raises `UsageError` if the mesh is invalid or a step cannot be repeated.
+    starts JAX. Raises `UsageError` if the mesh is invalid, if a checkpoint is damaged, if the data
+    has changed or cannot be read, or if a step cannot be repeated. Also raises errors as
+    `find_stretches` and `initialize_jax` do.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
@@ -139,7 +141,8 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     - `fingerprints`: the fingerprints of the data.
 
     Raises `UsageError` if `run` is not a run directory with checkpoints, if a checkpoint is
-    temporarily unreadable, or if a step was not logged or cannot be repeated.
+    temporarily unreadable or belongs to another step, or if a step was not logged or cannot be
+    repeated. Raises `OSError` if metrics.jsonl cannot be read.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -243,7 +246,8 @@ class Repeater:
         """Open the data and compile the train step; all processes call this together.
 
         JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
-        `fingerprints`, or if the mesh does not fit the devices or the configuration.
+        `fingerprints`, or if the mesh or the attention kernel does not fit the devices or the
+        configuration.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -271,7 +275,8 @@ class Repeater:
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
         """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        The metrics of a skipped step are None. `state` is donated, so do not use it afterwards.
+        The metrics of a skipped step are None. `state` is donated, so do not use it afterwards. All
+        processes call this together. Raises `UsageError` if the data cannot be read.
         """
         import jax
 
@@ -290,8 +295,7 @@ class Repeater:
     def restore_or_init(self, step: int) -> Any:
         """Return the state after `step`, from its checkpoint; for step 0, the initial state.
 
-        All processes call this together. Raises `DamagedCheckpoint` if the checkpoint is damaged,
-        and `UsageError` if it is temporarily unreadable or belongs to another step.
+        All processes call this together. Raises errors as `Checkpoints.restore` does.
         """
         from jaxgpt.train.state import restore_state
 
@@ -322,7 +326,10 @@ def compare(
 
 
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:
-    """Return whether two numbers are equal up to a relative tolerance; None equals only None."""
+    """Return whether two numbers differ by at most `tolerance` times `was`.
+
+    None agrees only with None.
+    """
     if was is None or found is None:
         return was is found
     return abs(was - found) <= tolerance * abs(was)
@@ -331,7 +338,7 @@ def agree(was: float | None, found: float | None, tolerance: float) -> bool:
 def verdict(
     stretch: Stretch, conditions: Conditions, differences: list[Difference], exact: bool
 ) -> str:
-    """Return the line that reports the result of a repeated stretch."""
+    """Return the line that reports the result of a repeated stretch; for `exact`, see `compare`."""
     begin = f"checkpoint {stretch.checkpoint}" if stretch.checkpoint else "the initial state"
     what = f"step {stretch.last} from {begin}, on {conditions}"
     if differences:

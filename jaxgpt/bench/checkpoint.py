@@ -32,8 +32,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint is
     1 GB unless they name a config. `out` is the folder to write to, by default the system's
-    temporary directory. Raises `UsageError` if it is not writable or lacks space, if a setting is
-    invalid, or if the mesh does not fit the devices.
+    temporary directory. Raises `UsageError` if it lacks space, if a setting is invalid, or if a
+    save fails. Also raises errors as `open_job` and `Job.start_jax` do.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -78,7 +78,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
-    Each round maps the names of `save`, `restore`, `_write_files` and `_read_files` to seconds.
+    Each round has the seconds by name that `save`, `restore`, `_write_files` and `_read_files`
+    return. The ratios are `save_ratio` and `restore_ratio`, as fractions.
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
@@ -108,7 +109,11 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Time restoring the checkpoint, including the verification of its checksums."""
+    """Time restoring the checkpoint, including the verification of its checksums.
+
+    Returns the seconds of the slowest process as `restore_seconds`. All processes call this
+    together. Raises errors as `Checkpoints.restore` does.
+    """
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     _drop_cached(job, "checkpoint")
     _, seconds = job.timed(lambda: jax.block_until_ready(checkpoints.restore(1, shapes)))

@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 
 def as_json(result: Result) -> str:
-    """Return a JSON object with the result's values and the `environment`."""
+    """Return one line of JSON: an object with the result's values and those of `environment`."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 
@@ -121,7 +121,9 @@ class Job:
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache. Return the config with model.vocab_size, and the mesh.
 
-        Raises `UsageError` if the data cannot be read or the mesh does not fit the devices.
+        Every process must call this. Raises `UsageError` if the vocabulary size cannot be
+        determined, or if the mesh does not fit the devices, the model or the batch size. Also
+        raises errors as `initialize_jax` does.
         """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -134,7 +136,10 @@ class Job:
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function on all processes; return its result and the slowest process's seconds."""
+        """Call a function on all processes; return its result and the slowest process's seconds.
+
+        The result is this process's. All processes call this together.
+        """
         self.cluster.barrier()
         began = time.perf_counter()
         result = function()
@@ -151,8 +156,9 @@ def open_job(
     removed at the end, even after SIGTERM or Ctrl-C, which then end the process at once. The
     variables of the compile cache and of the job's start are removed from the environment.
 
-    Raises `UsageError` if `out` is not writable, if the launcher's environment is unsuitable, or if
-    there are several processes and `single_process` is set.
+    Raises `UsageError` if `out` is not writable, or if there are several processes and
+    `single_process` is set. Raises `OSError` if the system's temporary directory is not writable.
+    Also raises errors as `join_process_group` does.
     """
     # A compile cache would hide compile times. JOB_START would add the time since this job started
     # to the start-up times of the commands that bench startup runs.

@@ -26,8 +26,8 @@ ROUNDS = 5
 def run(settings: Sequence[str], batches: int = 40) -> Result:
     """Time five rounds of `batches` global batches each, after a warm-up.
 
-    `settings` are command-line settings. Raises `UsageError` if one is invalid, if the data cannot
-    be read, or if the mesh does not fit the devices.
+    `settings` are command-line settings. Raises `UsageError` if one is invalid or if the data
+    cannot be read. Also raises errors as `open_job` and `Job.start_jax` do.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:

@@ -40,7 +40,7 @@ class Rounds:
         """Start JAX, compile the step and initialise the state.
 
         `synthetic` replaces the data with random tokens, which also replace a missing dataset.
-        Raises `UsageError` as jaxgpt.train does.
+        Raises errors as `prepare_run`, `initialize_jax` and `set_up` do.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -83,7 +83,7 @@ class Rounds:
         return seconds / n_steps
 
     def run_compiled_step(self, n_steps: int) -> float:
-        """Run the compiled step `n_steps` times on one batch; return the seconds per step."""
+        """Run the compiled step `n_steps` >= 1 times on one batch; return the seconds per step."""
         in_flight = DispatchLimiter()
         self.trainer.job.cluster.barrier()
         began = time.perf_counter()
@@ -112,10 +112,10 @@ class Rounds:
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config whose data exists, and a description of that data.
 
-    If `synthetic` is set or the folder of data.dataset is missing, random tokens replace the data;
-    they are written to the job's folder. The dataset `python` counts as present, because
-    `prepare_run` creates it. All processes call this together. Raises `UsageError` as
-    `vocabulary_size` and `with_vocabulary` do.
+    Random tokens replace the data if `synthetic` is set, or if the folder of data.dataset is used
+    and has no train.bin. They are written to the job's folder. The dataset `python` counts as
+    present, because `prepare_run` creates it. All processes call this together. Raises `UsageError`
+    as `vocabulary_size` and `with_vocabulary` do.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

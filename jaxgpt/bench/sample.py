@@ -23,7 +23,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     The prompt has 16 tokens. If `tokens` is None, 200 tokens are generated, or as many as fit into
     model.block_size. Each time is the median of three rounds. Raises `UsageError` if a setting is
     invalid, if the text does not fit into model.block_size, or if there are several processes or
-    devices.
+    devices. Also raises errors as `open_job` and `Job.start_jax` do.
     """
     config = parse_args(settings, PROG, initial_model)
     room = config.model.block_size - PROMPT

@@ -34,7 +34,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     mpiexec starts `processes` processes each time. If `processes` is None, there is one process
     without mpiexec. Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, if there is no
     mpiexec, or if a launcher started this process. Raises `RuntimeError` if a start fails in
-    another way.
+    another way. Also raises errors as `open_job` does.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):
@@ -73,7 +73,8 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the spread of the total seconds and the median seconds of each phase.
 
-    `starts` are the contents of startup.json. `compile_cache` describes the first start.
+    `starts` are the contents of startup.json; the numbers are the slowest process's. The keys are
+    those of `spread`, `phases` and, for the first start, `compile_cache`.
     """
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {

@@ -46,6 +46,7 @@ def run(
     `profile` is the folder for a trace of five more steps.
 
     Raises `UsageError` if a setting is invalid, if training fails, or if `profile` is not writable.
+    Also raises errors as `open_job` and `Rounds` do.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -95,7 +96,7 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
 def rates(
     rounds: Rounds, seconds: Sequence[float], products: Sequence[float], size: int
 ) -> dict[str, Any]:
-    """Return the time per step, and the rates that follow from it.
+    """Return the time per step and the rates that follow from it by name, as in `measure`.
 
     `seconds` holds each round's seconds per step, and `products` holds the job's FLOP/s in size x
     size matmuls in the same rounds.

@@ -99,7 +99,7 @@ class Checkpoints:
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
-        """Prepare for saving: remove the leftovers of interrupted saves.
+        """Prepare for saving: remove interrupted saves, and create the folder in checkpoint.local.
 
         `tree` has the arrays to save, or their shapes. All processes call this together. Raises
         `UsageError` on all of them if a checkpoint does not fit into the free space of the run
@@ -130,9 +130,9 @@ class Checkpoints:
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
         """Start saving arrays and JSON; the caller may donate the arrays after this returns.
 
-        This waits for an earlier save first, and replaces an existing checkpoint of this step. If
-        this save fails, the next `save`, `restore` or `close` reports it. All processes call this
-        together.
+        This first waits for an earlier save. It then removes an existing checkpoint of this step,
+        and those that the retention settings do not keep. If this save fails, the next `save`,
+        `restore` or `close` reports it. All processes call this together.
 
         Args:
             step: the step after which `tree` was computed.
@@ -140,7 +140,8 @@ class Checkpoints:
             meta: the JSON, without the step and the checksums, which this method adds.
 
         Raises `UsageError` on all processes if an earlier save has failed and the run cannot
-        continue, because checkpoint.on_error=stop or because there is no older checkpoint.
+        continue, because checkpoint.on_error=stop or because there is no complete checkpoint.
+        Raises `RuntimeError` if JAX fails.
         """
         began = time.perf_counter()
         self._settle()
@@ -174,9 +175,10 @@ class Checkpoints:
                     self._start_copy(save)
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Return the arrays of `step`, bitwise equal to those that were saved, and its JSON.
+        """Restore the checkpoint of `step`: return its arrays, bit for bit, and its JSON.
 
-        This waits for saves in progress first. All processes call this together.
+        The JSON is as in `read_meta`. This first waits for saves in progress. All processes call
+        this together.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
@@ -203,10 +205,10 @@ class Checkpoints:
                     self._local.remove(later)
 
     def close(self, is_final: bool = True) -> None:
-        """Wait until all saves are on disk. All processes call this together.
+        """Wait until all saves are on disk, and remove checkpoints as `save` does.
 
-        `is_final` means that no other save will follow. Raises `UsageError` under the same
-        conditions as `save`, and also if the final save failed.
+        All processes call this together. `is_final` means that no other save will follow. Raises
+        `UsageError` under the same conditions as `save`, and also if the final save failed.
         """
         try:
             self._settle_all(is_final)
@@ -406,13 +408,14 @@ def restore_params(
 ) -> Params:
     """Return only the parameters of `step`, with the shapes and shardings of `shapes`.
 
-    With AdamW, the parameters make up a third of a checkpoint. This function only reads, so it does
-    not disturb a run that is training in `directory`.
+    All processes whose devices hold the parameters call this together. With AdamW, the parameters
+    make up a third of a checkpoint. This function only reads, so it does not disturb a run that is
+    training in `directory`.
 
     Args:
         shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
-        run_on_all: `ProcessGroup.run_on_all` if several processes call this together; None if
-            only this one does.
+        run_on_all: `ProcessGroup.run_on_all` if several processes call this together; None if only
+            this one does.
 
     Raises:
         DamagedCheckpoint: on every process, if any process finds damage.
@@ -503,7 +506,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 def silence_orbax() -> None:
     """Silence Orbax, which logs every save and every error, even though it also raises the errors.
 
-    This silences the loggers absl and asyncio for the whole process, and replaces
+    This silences the loggers absl and asyncio and one warning for the whole process, and replaces
     `sys.unraisablehook`.
 
     When one array fails, Orbax closes the event loop that the other arrays still use, and leaves

@@ -43,8 +43,8 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
     """Return the contribution of each device's shard to the checksum of each array.
 
     The result is a uint32 array of shape (devices, arrays), with devices in the order of the
-    flattened mesh. There must be at least one array, and all must have `NamedSharding`s on the same
-    mesh. All processes call this together.
+    flattened mesh. The arrays must satisfy the conditions of `checksums`. All processes call this
+    together.
     """
     return np.asarray(_compiled(tuple(array.sharding for array in arrays))(arrays))
 

@@ -75,10 +75,11 @@ class LocalFolder:
     def recover(self, log_interval: int) -> list[str]:
         """Complete any interrupted copies of checkpoints; return log lines. Call it on process 0.
 
-        If metrics.jsonl in the run directory ends `log_interval` or more steps before a checkpoint,
-        the run has since continued without this folder. The checkpoint is then stale and is renamed
-        to STEP.stale. A damaged checkpoint is left there, with a warning. Raises `UsageError` if a
-        checkpoint cannot be read or copied.
+        Checkpoints that the run directory already has are removed here. If metrics.jsonl in the run
+        directory ends `log_interval` or more steps before a checkpoint, the run has since continued
+        without this folder. The checkpoint is then stale and is renamed to STEP.stale. A checkpoint
+        whose JSON is damaged is left there, with a warning. Raises `UsageError` if a checkpoint
+        cannot be read, copied or renamed, and `OSError` if metrics.jsonl cannot be read.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []

@@ -30,7 +30,7 @@ RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """Raised if a checkpoint is unreadable, incomplete or does not match its checksums."""
+    """Raised if a checkpoint's files are missing or damaged, or do not match their checksums."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -45,6 +45,7 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON that was saved with the arrays of `step` in a run directory.
 
+    It has the keys in `SHAPE` and, unless it has the key `WEIGHTS_ONLY`, those in `RUN_SHAPE`.
     Raises `DamagedCheckpoint` if the JSON is missing, invalid or does not match its hash. Raises
     `UsageError` if it is temporarily unreadable, or belongs to another step.
     """
@@ -96,9 +97,9 @@ def newest_undamaged(
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
     """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
-    This reads and checks only the JSON of each checkpoint. The step is None if there is no
-    checkpoint. Checkpoints after the step `last` are ignored. `on_damage` is the value of
-    checkpoint.on_damage.
+    This reads and checks only the JSON of each checkpoint. If there is no checkpoint, the step is
+    None and the JSON is empty. Checkpoints after the step `last` are ignored. `on_damage` is the
+    value of checkpoint.on_damage.
 
     Raises:
         DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
@@ -193,7 +194,10 @@ def _hash(meta: Mapping[str, Any]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a short description of an error: the message for its errno, if it has one."""
+    """Return a short description of an error: the system's message for its errno, if it has one.
+
+    Otherwise, return at most 200 characters of its own message, or its type if that is empty.
+    """
     if number := os_error(error):
         return os.strerror(number)
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -16,8 +16,9 @@ def devices_that_differ(params: Any) -> list[int]:
 
     Devices are given by their index in the flattened mesh. A device is returned if the other
     replicas of its shard outvote it. If the vote is tied, for example between two replicas, all
-    devices that hold the shard are returned. A shard without replicas is not checked. All processes
-    call this together and get the same result.
+    devices that hold the shard are returned. A shard without replicas is not checked. The arrays
+    must satisfy the conditions of `checksums`. All processes call this together and get the same
+    result.
     """
     arrays = jax.tree.leaves(params)
     sums = sums_by_device(arrays)

@@ -13,13 +13,16 @@ def kept_steps(
 ) -> set[int]:
     """Return the steps whose checkpoints are kept.
 
+    These are the newest checkpoint.keep, multiples of checkpoint.keep_every, and the
+    checkpoint.keep_best with the lowest losses.
+
     Args:
         saved: the steps of all checkpoints, oldest first.
         checkpoint: the retention settings.
         rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
             checkpoint.interval. Rewinds use only these, and not checkpoints that were saved because
             of a signal.
-        losses: validation losses by step.
+        losses: validation losses by step; checkpoints without one are not among the best.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:

@@ -30,8 +30,9 @@ Index = tuple[int | slice, ...]
 class WeightsWriter:
     """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
 
-    The constructor creates this folder, which must not exist. The checkpoint is not valid before
-    `close`.
+    The constructor creates this folder, which must not exist; model.vocab_size must be set. The
+    checkpoint is not valid before `close`. Errors of the file system, Orbax and TensorStore are
+    propagated.
     """
 
     def __init__(self, directory: Path, model: ModelConfig):

@@ -103,7 +103,8 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     JAXGPT_COORDINATOR gives the address of process 0. Set it if the step has several components or
     an arbitrary distribution. By default, process 0 is assumed to run on the step's first host, and
     the port, which is below the range of ephemeral ports, is derived from the job and step IDs.
-    Raises `UsageError` if a variable is invalid, or if the rank or the number of tasks is missing.
+    Raises `UsageError` if a variable is invalid, if the rank or the number of tasks is missing, or
+    if they contradict each other.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)
@@ -119,9 +120,10 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 def job_name(environ: Mapping[str, str]) -> str:
     """Return a name for this job, which can be part of a path.
 
-    Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, only processes on
-    this host share it. A concurrent job may have the same name only if it was started inside the
-    same PBS or Slurm job by a launcher that sets no name of its own, or on a host without /proc.
+    Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, on hosts with
+    /proc, only processes on this host share it. A concurrent job may have the same name only if it
+    was started inside the same PBS or Slurm job by a launcher that sets no name of its own, or on a
+    host without /proc.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
@@ -171,7 +173,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 def check_address(key: str, address: str) -> None:
     """Raise a `UsageError` that names `key` unless `address` is host:port, with port 1 to 65535.
 
-    Of the host, only the lengths of its labels are checked; none may be empty.
+    The host need not resolve, but each of its labels must have 1 to 63 characters in IDNA encoding.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -186,6 +188,10 @@ def check_address(key: str, address: str) -> None:
 
 
 def read_int(environ: Mapping[str, str], key: str | None) -> int | None:
+    """Return the value of a variable; None if it is unset or empty, or if `key` is None.
+
+    Raises `UsageError` if the value is not a whole number.
+    """
     value = (environ.get(key) if key else None) or None  # treat an empty value as unset
     if value is not None and not value.isdecimal():
         raise UsageError(f"{key}={value}: must be a whole number; correct or unset it")

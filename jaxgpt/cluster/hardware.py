@@ -29,8 +29,9 @@ PLUGINS = {
 def accelerator_expected() -> bool:
     """Return whether JAX should find an accelerator on this host, without importing JAX.
 
-    JAX_PLATFORMS decides if it is set. Otherwise, a JAX plugin must be installed, and this host
-    must have a device file for it that the environment does not hide.
+    If JAX_PLATFORMS is set, the result is whether it differs from `cpu`. Otherwise, a JAX plugin
+    must be installed, and this host must have a device file for it that the environment does not
+    hide.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"

@@ -13,7 +13,7 @@ MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun
 def launch_line(environ: Mapping[str, str]) -> str | None:
     """Return the command line that started this job, quoted for a shell; None if it is unknown.
 
-    It is known if jaxgpt.launch started the job, or an mpiexec that runs on this host.
+    It is known if jaxgpt.launch started the job, or a launcher in `MPIEXEC` that runs on this host.
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
@@ -22,9 +22,9 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 
 
 def find_mpiexec_process() -> int | None:
-    """Return the process ID of the mpiexec that started this process, or None.
+    """Return the process ID of the launcher in `MPIEXEC` that started this process, or None.
 
-    None means that there is no mpiexec on this host, or that this host has no /proc.
+    None means that there is no such ancestor on this host, or that this host has no /proc.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited

@@ -51,7 +51,8 @@ class ProcessLayout:
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
-# Builds the launch command for a layout, without the command that each process runs.
+# Builds the launch command for a layout, without the command that each process runs. Raises
+# `UsageError` if an environment variable is invalid.
 Launcher = Callable[[ProcessLayout, Mapping[str, str]], list[str]]
 
 
@@ -137,7 +138,11 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
 
 
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each host with its ranks and their devices."""
+    """Return a line for each host of the layout with its ranks and their devices.
+
+    The devices are those that the environment or the known machine has, or else this host's; all
+    hosts are assumed to have the same.
+    """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
     n_devices = machine.devices_per_host if machine else count_accelerators()
@@ -183,7 +188,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Return the launcher for `layout`, and its name and why it was chosen, for the log.
+    """Return the launcher for `layout`, and a text with its name and why it was chosen.
 
     On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
     mpiexec that is installed with this Python: srun in a Slurm job, unless PBS_NODEFILE or HOSTFILE

@@ -99,9 +99,9 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """Return the machine that this host belongs to, or None if it is not in `MACHINES`.
+    """Return the machine that a host belongs to, or None if it is not in `MACHINES`.
 
-    Environment variables take precedence over the host name, which may be short or full.
+    The variables in `environ` take precedence over `host_name`, which may be short or full.
     """
     for machine in MACHINES:
         for variable, pattern in machine.variables.items():

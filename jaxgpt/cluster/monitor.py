@@ -115,7 +115,7 @@ class Monitor:
         `connection` is a listening socket on process 0, and a socket connected to process 0 on the
         other processes. Process 0 waits for all others, which do not wait. If some processes do not
         connect within `timeout` seconds, process 0 names them and ends the job. It also ends the
-        job if a process has a wrong rank or size.
+        job if a process has a wrong rank or size. The job then ends with status 1.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -139,8 +139,9 @@ class Monitor:
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
         """Report that `activity` is starting.
 
-        It may take `min_seconds` even if the limit is shorter. If there is a limit, the job then
-        ends with status 70. All processes must report the same activities in the same order.
+        If there is a `HangLimit`, and the activity takes longer than the limit and `min_seconds`,
+        the job ends with status 70. All processes must report the same activities in the same
+        order.
         """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
@@ -152,7 +153,7 @@ class Monitor:
     def send(self, words: str) -> None:
         """Piggyback a message on the heartbeats to process 0, which keeps it in `received`.
 
-        It replaces the previous message. An empty one is not kept.
+        It replaces this process's previous message, and must not be empty.
         """
         self._words = words
         if self.rank == 0:
@@ -167,7 +168,10 @@ class Monitor:
         self._loop.call_soon_threadsafe(self._loop.add_reader, pipe, receive)
 
     def write_stacks_to(self, directory: Path) -> None:
-        """If the job hangs, write this process's stacks to hang-<process>.txt in `directory`."""
+        """If the job hangs, write this process's stacks to hang-RANK.txt in `directory`.
+
+        The report of the hang then names these files.
+        """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
         self.advice += "resume, start again with the same --out"
@@ -175,8 +179,8 @@ class Monitor:
     def end_job(self, report: str, status: int) -> None:
         """Print `report` and end all processes with `status`, unless another process failed first.
 
-        In that case, its report and status count. Returns only in the monitor's own thread, which
-        then ends the job.
+        In that case, the other process's report and status are used. Returns only if it is called
+        in the monitor's own thread, which then ends the job.
         """
         flush_stdout()
         if self._thread is None:
@@ -193,7 +197,8 @@ class Monitor:
         rank prints the missing ranks and exits, whereupon the launcher ends the job. The others
         wait `ANSWER` seconds longer. If the hosts do not share the home directory, processes on
         other hosts count as missing. If it is not writable, the report names no ranks, and only
-        process 0 exits first. This starts the thread.
+        process 0 exits first. This starts the thread, which may create files in ~/.cache/jaxgpt and
+        removes them.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -467,7 +472,10 @@ def encode(*message: Any) -> bytes:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Make the kernel close the connection if the peer acknowledges nothing for `LOST_HOST` s."""
+    """Make the kernel close the connection if the peer acknowledges nothing for `LOST_HOST` s.
+
+    macOS lacks some of the options that set this time, so it may take longer there.
+    """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -505,8 +513,8 @@ def hang_sentence(
     """Return a sentence that names the hanging processes, their activity and the waiting processes.
 
     The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind;
-    the activity is that of the lowest of them. `known` and `hosts` have the progress and the host
-    name of each rank. `hosts` may be empty.
+    the activity is that of the lowest of them. `known` has the progress by rank, as far as it is
+    known. `hosts` has the host name of each rank; if it is empty, no hosts are named.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))

@@ -138,13 +138,13 @@ def join_process_group(
     """Wait until all processes of the job have started, and connect them, without using JAX.
 
     If some do not start in time, the job ends with status 1 and an error that names them if they
-    are known. In a job with several processes, this starts the monitor's thread. An MPI launcher's
-    processes initialise MPI.
+    are known. It also ends with status 1 if ranks or sizes contradict each other. In a job with
+    several processes, this starts the monitor's thread. An MPI launcher's processes initialise MPI.
 
     Args:
         timeout: seconds to wait for the other processes.
-        limit: how long a process may be silent or make no progress before the job ends with
-            status 70; None means no limit.
+        limit: how long a process may be silent or make no progress before the job ends with status
+            70; None means no limit.
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:
@@ -198,7 +198,8 @@ def join_process_group(
 def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
     """Return the group of this process; raise `UsageError` if a launcher started several.
 
-    `what` names the caller. `otherwise` is an alternative to running it in one process.
+    `what` names the caller, and `otherwise` is appended to the error. Also raises errors as
+    `join_process_group` does.
     """
     cluster = join_process_group()
     if cluster.size > 1:

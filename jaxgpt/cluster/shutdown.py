@@ -36,7 +36,10 @@ def end_process(status: int) -> NoReturn:
 
 
 def report_and_end(report: str, status: int) -> NoReturn:
-    """Print a report to stderr, then end this process and, under MPI, the whole job."""
+    """Print a report to stderr, then end this process and, under MPI, the whole job.
+
+    Nothing is printed for an empty report, and no newline is added.
+    """
     if report:
         print(report, file=sys.stderr, end="", flush=True)
     abort_mpi(status)
@@ -76,8 +79,8 @@ def flush_stdout() -> None:
 def report_of(error: BaseException) -> tuple[str, int]:
     """Return the text to print for an exception that ends the job, and the exit status.
 
-    The text is one line for `UsageError` (status 2) and `PeerLost` (1), empty for Ctrl-C (130), and
-    a traceback for other exceptions (1).
+    The text is `error: ` and the message for `UsageError` (status 2) and `PeerLost` (1), empty for
+    Ctrl-C (130), and a traceback for other exceptions (1).
     """
     if isinstance(error, UsageError | PeerLost):
         return f"error: {error}\n", BAD_USAGE if isinstance(error, UsageError) else FAILED
@@ -90,12 +93,12 @@ def report_of(error: BaseException) -> tuple[str, int]:
 def job_exit_handler() -> Iterator[None]:
     """Turn exceptions into the messages and exit statuses that job scripts and launchers expect.
 
-    - `UsageError` exits with status 2. Only process 0 prints its line, so all processes must raise
-      the error.
-    - `SingleRankUsageError` exits with 2. Each process that raises it prints its own line. Under
+    - `UsageError` exits with status 2. Only process 0 prints the message, so all processes must
+      raise the error.
+    - `SingleRankUsageError` exits with 2. Each process that raises it prints its own message. Under
       MPI, it ends the whole job.
-    - `PeerLost` prints one line and exits with 1. Ctrl-C prints nothing and exits with 130. Under
-      MPI, both end the whole job.
+    - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
+      Under MPI, both end the whole job.
     - Other exceptions print a traceback and exit with 1. In a job with several processes, they end
       this process at once and, under MPI, the whole job.
     - If the reader of stdout has exited, as with `| head`, a single process exits with 141, as if

@@ -85,7 +85,10 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line that says when the run will stop, and why, or why there is no limit."""
+        """Return a log line that says when the run will stop, and why, or why there is no limit.
+
+        Call this on process 0, which has the limit.
+        """
         seconds, source, ends_job = self._limit or TimeLimit()
         if seconds is None:
             return f"time limit: {source}"
@@ -108,7 +111,7 @@ class StopSignal:
     def allow_for_save(self, seconds: float) -> None:
         """Leave enough time before the end of the job for a checkpoint that takes `seconds`.
 
-        Prints a line if the run now has to stop earlier.
+        Prints a line if the run now has to stop earlier and has not been asked to stop yet.
         """
         self._learn(save=seconds)
 

@@ -67,6 +67,7 @@ class Supervisor:
         the signal's number without one.
 
         Call this in the main thread, because it handles `SIGNALS` and forwards them to the command.
+        Raises `OSError` if the launcher cannot be started, and errors as `launcher` does.
         """
         return asyncio.run(self._run())
 
@@ -196,7 +197,8 @@ async def check_hosts(
     """Kill leftover processes of `job` and probe each host, in parallel.
 
     A healthy host can write to `directory` and compute on each of its devices. Returns, for each
-    host, the reason why it cannot be used, or None if it is healthy.
+    host, the reason why it cannot be used, or None if it is healthy. Raises `OSError` if the
+    launcher cannot be started, and errors as `launcher` does.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
@@ -229,8 +231,8 @@ async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | N
         return f"no answer within {SLOW_DISK:.0f} s"
     if process.returncode == 0:
         return None
-    # Return the probe's own error. If it has none, return the first line, which a launcher or
-    # remote shell printed.
+    # Prefer an error that the probe printed. Otherwise, use the first line of the output, which the
+    # launcher or the remote shell printed.
     printed = output.decode(errors="replace").splitlines()
     lines = [line for line in printed if line.strip()] or [f"status {process.returncode}"]
     own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

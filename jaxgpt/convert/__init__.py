@@ -15,7 +15,7 @@ TRANSFORMERS = "hf:"  # prefix that marks a transformers folder instead of a run
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return the FOLDER in `hf:FOLDER` as a path, with ~ expanded.
+    """Return the FOLDER in `hf:FOLDER`, with or without the prefix, as a path with ~ expanded.
 
     Raises `UsageError`, with a message that begins with `key`, if no file can have this name or no
     home directory is known.
@@ -26,9 +26,9 @@ def transformers_folder(given: str, key: str = "") -> Path:
 def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
-    `out` is a run directory with checkpoint 0. It and the leftovers of interrupted conversions are
-    deleted first. Raises `UsageError`, with a message that begins with `key`, if the conversion
-    fails.
+    `out` becomes a run directory with checkpoint 0. An older `out` and the leftovers of interrupted
+    conversions are deleted first. Raises `UsageError`, with a message that begins with `key`, if
+    the conversion fails.
     """
     for left in (out, *out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         shutil.rmtree(left, ignore_errors=True)

@@ -40,9 +40,10 @@ _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.
 
 
 def command(words: list[str]) -> list[str]:
-    """Return jaxgpt's command line for a shell script or a command line.
+    """Return jaxgpt's command line, as a list of one line, for a shell script or a command line.
 
-    Remarks about its arguments are printed to stderr.
+    `words` has either the path of a script, a whole line, or the words of a line. Remarks about its
+    arguments are printed to stderr.
 
     Raises:
         UsageError: if no known program is called, or the script cannot be read.

@@ -37,8 +37,8 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    `block_size` replaces the context length. Raises `UsageError` if the file cannot be read, is
-    invalid, or has a family or option that is not supported.
+    `block_size` replaces the context length; None keeps it. Raises `UsageError` if the file cannot
+    be read, is invalid, or has a family or option that is not supported.
     """
     path = folder / CONFIG
     config = read_json(path)

@@ -36,8 +36,8 @@ def from_hf(
         tokenizer: path that `read_tokenizer` accepts; None uses the folder's tokenizer, if any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
-    tokenizer or `block_size` does not fit the model, if `safetensors` is not installed, or as
-    `new_folder` does.
+    tokenizer or `block_size` does not fit the model, if `safetensors` or `tokenizers` is needed but
+    not installed, or as `new_folder` does. Raises `OSError` if a file cannot be copied.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -75,7 +75,8 @@ def write_weights(
         tokenizer: the model's tokenizer; None if it is unknown.
         companions: names of files in `path` that are copied to `out` if they exist.
 
-    Raises `UsageError` if a tensor cannot be read, and as `new_folder` does.
+    Raises `UsageError` if a tensor cannot be read, and as `new_folder` does. Raises `OSError` if a
+    companion cannot be copied.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -106,7 +107,8 @@ def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list
 def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
     """Return the tokenizer at a path that `load_tokenizer` accepts; None if `path` is None.
 
-    Raises `UsageError` if there is no valid tokenizer, or it has more tokens than the model.
+    Raises `UsageError` as `load_tokenizer` does, and if the tokenizer has more tokens than the
+    model.
     """
     if path is None:
         return None
@@ -130,7 +132,8 @@ def to_hf(
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
-    family fits the model, if `safetensors` is not installed, or as `new_folder` does.
+    family fits the model, if `safetensors` or `tokenizers` is needed but not installed, or as
+    `new_folder` does. Raises `OSError` if a file cannot be copied.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
@@ -173,8 +176,9 @@ def _write_tokenizer(
 ) -> list[str]:
     """Write a tokenizer.json and its companion files to `folder`; return the lines to print.
 
-    If the run lacks a tokenizer_config.json, a new one is written. If the run does not use a
-    tokenizer.json, nothing is written, and a line says so. Otherwise, there are no lines.
+    If the run lacks a tokenizer_config.json, a new one is written, which may need the `tokenizers`
+    package: without it, this raises `UsageError`. If the run does not use a tokenizer.json, nothing
+    is written, and a line says so. Otherwise, there are no lines.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]

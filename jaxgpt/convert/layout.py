@@ -136,7 +136,7 @@ def import_tensors(
 ) -> None:
     """Write tensors into jaxgpt's arrays, one at a time.
 
-    `wanted` is the result of `match_tensors`. Vocabulary padding is set to zero. Raises
+    `wanted` is the result of `match_tensors` for `found`. Vocabulary padding is set to zero. Raises
     `UsageError` if a tensor cannot be read.
     """
     for name, slot in wanted.items():

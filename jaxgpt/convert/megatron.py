@@ -84,7 +84,7 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop), at least one, in float32.
+        """Return the rows [start, stop) in float32. There must be at least one.
 
         If `stop` is None, return all rows from `start` on. Raises `UsageError` if they cannot be
         read.
@@ -114,7 +114,8 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
             beyond the tokenizer's vocabulary are dropped as padding.
 
     Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
-    tokenizer does not fit the model, if torch is missing or too old, or as `new_folder` does.
+    tokenizer cannot be read or does not fit the model, if torch is missing or too old, or as
+    `new_folder` does. Raises `OSError` as `rank_files` does.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -135,9 +136,10 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, pipeline rank).
 
-    `path` is the folder of one checkpoint, or a folder of checkpoints, in which case the latest one
-    is used. Raises `UsageError` if there is no such folder, if it has no checkpoint in a supported
-    format, or if the file of any rank is missing.
+    `path` is the folder of a checkpoint, or a folder with several checkpoints and a file that names
+    the latest one, which is then used. Raises `UsageError` if there is no such folder, if it has no
+    checkpoint in a supported format, or if the file of any rank is missing. Raises `OSError` if the
+    name of the latest checkpoint cannot be read.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -182,9 +184,9 @@ def is_harmless(name: str) -> bool:
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     """Return the arguments of one rank, and its tensors as `flat` does.
 
-    An argument is a number, a string or a list of these; every other value becomes None. Raises
-    `UsageError` if the file cannot be read or is not a supported checkpoint, or if torch is missing
-    or too old.
+    An argument is a number, a string or a list of these. The member of an enum is replaced with its
+    value, and every other value, also in a list, with None. Raises `UsageError` if the file cannot
+    be read or is not a supported checkpoint, or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -222,9 +224,9 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     In a name, {} is replaced by the number of the layer within its pipeline stage. Names that
     `MEGATRON` lacks are kept, and tensors named ..._extra_state are left out.
 
-    Raises `UsageError` if a tensor name is not a short string, or if a dictionary is nested too
-    deeply or appears twice. Shared dictionaries would let a small file expand to an exponential
-    number of tensors.
+    Raises `UsageError` if the key of a tensor or dictionary is not a short string, or if a
+    dictionary is nested too deeply or appears twice. Shared dictionaries would let a small file
+    expand to an exponential number of tensors.
     """
     out: dict[str, TorchTensor] = {}
     seen: set[int] = set()

@@ -25,8 +25,8 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
 
     `out` is the run directory to create. A ckpt.pt has no tokenizer, so `tokenizer` is a path that
     `read_tokenizer` accepts; None means that it is unknown. Raises `UsageError` if the file is
-    missing, damaged or was not saved by nanoGPT, if the tokenizer does not fit the model, if torch
-    is missing or too old, or as `new_folder` does.
+    missing, damaged or was not saved by nanoGPT, if the tokenizer cannot be read or does not fit
+    the model, if torch is missing or too old, or as `new_folder` does.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():

@@ -131,7 +131,10 @@ def _package() -> ModuleType:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise `UsageError` if it cannot be read."""
+    """Return the JSON object in a file.
+
+    Raises `UsageError` if the file cannot be read or does not hold a JSON object.
+    """
     try:
         return config.read_json(path, {})
     except (OSError, ValueError) as error:

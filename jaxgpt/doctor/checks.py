@@ -207,8 +207,8 @@ def check_resources(job: Job) -> list[Check]:
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
     """Compare the hosts' clocks, which timestamp logs and files.
 
-    A difference of more than `CLOCK_TOLERANCE` is a WARN. `clock` returns the time in seconds.
-    Every process must call this.
+    A difference of more than `CLOCK_TOLERANCE` is a WARN. `clock` returns the time in seconds. On a
+    single host, nothing is compared. Every process must call this.
     """
     if len(set(cluster.hosts)) == 1:
         return Check("clocks", "OK", "not needed on a single host")

@@ -126,12 +126,13 @@ def measure_axis(
     allowed: float,
     set_activity: Callable[[str], None],
 ) -> list[Measurement]:
-    """Check and time all collectives over one axis; return a measurement for each array size.
+    """Check and time all collectives over one axis, with several array sizes.
 
-    Every collective runs with the smallest array. Larger arrays follow until `allowed` seconds have
-    passed. After an error, or a call slower than `MAX_SECONDS`, a collective is not run with larger
-    arrays. `set_activity` is called with a description of each measurement before it begins. Every
-    process must call this function.
+    Returns the measurements, by size and then by collective. Every collective runs with the
+    smallest array. Larger arrays follow until `allowed` seconds have passed. After an error, or a
+    call slower than `MAX_SECONDS`, a collective is not run with larger arrays. `set_activity` is
+    called with a description of each measurement before it begins. Every process must call this
+    function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
@@ -176,7 +177,7 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 
     `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes, rounded up so
     that each device along the axis has an equal part. All processes call this together. Raises
-    `ArithmeticError` if the result is wrong.
+    `ArithmeticError` if the result is wrong. Errors of XLA are propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))

@@ -24,7 +24,7 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 
     If the directory does not exist, its nearest existing parent is checked. One process per host
     runs the checks. Returns the worst result of each check in `host_checks`, or a single FAIL if
-    process 0 cannot write. Every process must call this.
+    process 0 cannot write. Every process must call this. Raises `OSError` as `host_checks` does.
     """
     path = error = None
     mine: list[Check] = []
@@ -80,7 +80,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     """Check that this host sees `path`, which process 0 wrote, and can write to its folder.
 
     This waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
-    directory and its file system.
+    directory and its file system. Raises `OSError` as `check_file_system` does.
     """
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER
@@ -105,7 +105,10 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
 
 
 def check_file_system(directory: Path) -> Check:
-    """Check that the file system keeps files after the job and has `MIN_FREE_BYTES` free."""
+    """Check that the file system keeps files after the job and has `MIN_FREE_BYTES` free.
+
+    Raises `OSError` if the free space cannot be read.
+    """
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"
     remedy = "free space, or give --out another file system" if free < MIN_FREE_BYTES else ""

@@ -38,7 +38,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
     Every process must call this, after JAX has started. `coordinator` is host:port, or None for a
     single process. Comments below explain the keys. Raises `OSError` if there is no route to the
-    coordinator.
+    coordinator, and `UsageError` as `local_device_ids` does.
     """
     import jax
 

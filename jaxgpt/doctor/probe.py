@@ -69,7 +69,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def check_devices() -> None:
-    """Run a computation on each device of this host.
+    """Run a computation on each of this process's devices.
 
     Raises `UsageError` if one fails, or if JAX finds none of the host's accelerators.
     """

@@ -42,7 +42,7 @@ def run_checks(
 
     `found` is the result of `initialize_jax`. If `shape` is None, `default_mesh_shape` chooses the
     mesh. `directory` is the run directory to check. Every process must call this. The status is 1
-    if a check is FAIL, otherwise 0.
+    if a check is FAIL, otherwise 0. Raises errors as `collect_facts` and `directory_checks` do.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")

@@ -1,14 +1,15 @@
-"""Dropout from 16-bit random numbers, which is faster on CPUs than `jax.random.bernoulli`."""
+"""Dropout with 16 random bits per element. On CPUs, `jax.random.bernoulli` is slower."""
 
 import jax
 import jax.numpy as jnp
 
 
 def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Zero each element of x with probability `rate`, and scale the others to preserve the mean.
+    """Return x with random elements set to 0 and the others divided by 1 - `rate`.
 
-    Each 32-bit random word yields two 16-bit numbers, so `rate` is rounded to a multiple of 2^-16,
-    at most 1 - 2^-16.
+    The result has x's shape (at least one dim) and floating dtype. Each element is set to 0 with
+    probability `rate`, from 0 to 1, which is rounded to a multiple of 2^-16 and to at most 1 -
+    2^-16, because there are 16 random bits per element.
     """
     *rest, n = x.shape
     words = jax.random.bits(key, (*rest, -(-n // 2)), jnp.uint32)

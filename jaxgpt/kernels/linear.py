@@ -12,7 +12,10 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
-    """Return x W, contracted over the last n dims of x and the first n dims of W.
+    """Return x W, contracted over the last n >= 1 dims of x and the first n dims of W.
+
+    The result has the other dims of x, then those of W, and the dtype that x and W must share. Only
+    reverse-mode differentiation is supported.
 
     The gradient of W is a single matmul, whose result has the dims in W's order. The gradient that
     JAX derives from `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose

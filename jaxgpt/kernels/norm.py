@@ -11,9 +11,9 @@ from flax import nnx
 class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
-    In float32, the output is bitwise equal to Flax's. In bfloat16, it is more accurate, because
-    Flax rounds the scale and the bias first. epsilon, use_bias and dtype are the only supported
-    options that change the computation.
+    A `dtype` of None means float32, unlike in Flax. In float32, the output is bitwise equal to
+    Flax's. In bfloat16, it is more accurate, because Flax rounds the scale and the bias first.
+    epsilon, use_bias and dtype are the only supported options that change the computation.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -26,7 +26,7 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """`nnx.RMSNorm` (arXiv 1910.07467) over the last axis, computed like `LayerNorm`.
 
-    It maps x_BTD to y_BTD in `dtype`.
+    It maps x_BTD to y_BTD in `dtype`; None means float32.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -35,7 +35,10 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class RMSNorm1p(RMSNorm):
-    """RMSNorm that multiplies by 1 + scale; scale is initialized to 0 (Gemma, arXiv 2408.00118)."""
+    """RMSNorm that multiplies by 1 + scale; scale is initialized to 0 (Gemma, arXiv 2408.00118).
+
+    `options` are those of `RMSNorm`, except scale_init.
+    """
 
     def __init__(self, num_features: int, **options: Any):
         super().__init__(num_features, scale_init=nnx.initializers.zeros_init(), **options)
@@ -47,9 +50,10 @@ class RMSNorm1p(RMSNorm):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: bool) -> jax.Array:
-    """Return (x - mean) / sqrt(variance + epsilon) * scale in float32.
+    """Return (x - mean) / sqrt(variance + epsilon) * scale in float32, over the last axis.
 
-    Unless `centered`, the mean is taken to be 0, and the variance is the mean of x^2.
+    Unless `centered`, the mean is taken to be 0, and the variance is the mean of x^2. `scale_D` is
+    float32.
 
     The backward pass keeps x in its own dtype and two numbers per token, whereas JAX would keep
     several float32 arrays of x's shape. Inside `shard_map`, the scale must be marked as varying

@@ -28,10 +28,10 @@ def make_optimizer(
 ) -> "optax.GradientTransformation":
     """Return the optimizer that `optimizer.name` selects. It does not apply the learning rate.
 
-    Its `update` turns gradients into a direction. The training step multiplies the direction by the
-    learning rate and subtracts it from the parameters. The learning rate is not part of the
-    optimizer, because it depends on the step number, which skipped steps also advance, rather than
-    on the number of updates.
+    Its `update(gradients, state, params)` returns a direction and the new state. The training step
+    multiplies the direction by the learning rate and subtracts it from the parameters. The learning
+    rate is not part of the optimizer, because it depends on the step number, which skipped steps
+    also advance, rather than on the number of updates.
 
     Raises `UsageError` if there is no optimizer of that name.
     """

@@ -32,11 +32,12 @@ class AdafactorState(NamedTuple):
 def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return Adafactor; the caller applies the learning rate.
 
-    The learning rate is relative to the RMS of each matrix; the paper uses 1e-2. Each matrix in a
-    stack is factored, clipped and scaled separately; `qkv` holds three matrices per layer.
-    Embeddings are factored, too. Vectors are not factored, and neither are matrices with fewer than
-    128 rows or columns. optax.adafactor gives the same result for 2D arrays, but treats a stack as
-    a single array.
+    The learning rate is relative to the RMS of each matrix or vector, or to 1e-3 if the RMS is
+    lower; the paper uses 1e-2. Each matrix in a stack is factored, clipped and scaled separately;
+    `qkv` holds three matrices per layer. Embeddings are factored, too. Vectors are not factored,
+    and neither are matrices with fewer than 128 rows or columns. Without weight decay and
+    vocabulary padding, optax.adafactor gives the same result for 2D arrays, but it treats a stack
+    as a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights

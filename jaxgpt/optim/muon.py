@@ -31,8 +31,8 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
     The Nesterov momentum of each hidden matrix is orthogonalised and scaled as in Moonlight (arXiv
     2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
     be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
-    AdamW updates embeddings, the output layer, norms and biases with
-    `optimizer.adamw_learning_rate`, which defaults to the same learning rate.
+    AdamW updates embeddings, the output layer, norms and biases. Its learning rate follows the same
+    schedule up to a peak of `optimizer.adamw_learning_rate`, by default the same peak.
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))

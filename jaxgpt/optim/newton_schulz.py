@@ -51,14 +51,16 @@ class View(NamedTuple):
 
 
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
-    """Return the matrices of each weight with their singular values moved close to 1.
+    """Return `updates` with the singular values of each matrix moved close to 1.
 
-    Matrices with the same `StackSpec` are stacked across weights and layers, and each device of the
-    mesh computes an equal share of the stack. An all-to-all gives each device the full matrices of
-    its share, and a second all-to-all returns the results to their shards. The stack is padded to a
-    multiple of the number of devices. The accelerators of a mesh compute in bfloat16, like Keller
-    Jordan's code. CPUs compute in float32, and so does a single device without a mesh. The results
-    have the dtype of `updates`.
+    `parameters` describes the weights that `updates` belongs to. Matrices with the same `StackSpec`
+    are stacked across weights and layers, and each device of the mesh computes an equal share of
+    the stack. If the matrices are sharded, one all-to-all gives each device the full matrices of
+    its share, and another returns the results to their shards. If they are replicated, an
+    all-gather copies the results to all replicas. The stack is padded to a multiple of the number
+    of devices. The accelerators of a mesh compute in bfloat16, like Keller Jordan's code. CPUs
+    compute in float32, and so does a single device without a mesh. The results have the dtype of
+    `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -100,6 +102,7 @@ def newton_schulz(x_NRC: jax.Array) -> jax.Array:
     """Return matrices (N, R, C) with their singular values moved close to 1; R must not exceed C.
 
     Singular values above 0.2% of the Frobenius norm end up between 0.68 and 1.21, up to rounding.
+    The result has the dtype of `x_NRC`.
     """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))

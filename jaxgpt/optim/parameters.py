@@ -37,7 +37,10 @@ class Parameters:
 
 
 def select(tree: Params, part: Params) -> Params:
-    """Return the leaves of a nested dict at the paths of another nested dict, `part`."""
+    """Return the leaves of a nested dict at the paths of another nested dict, `part`.
+
+    `tree` must have a leaf at each of these paths.
+    """
     flat = flatten_dict(tree)
     return unflatten_dict({path: flat[path] for path in flatten_dict(part)})
 

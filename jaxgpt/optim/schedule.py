@@ -1,4 +1,4 @@
-"""Learning-rate schedules, computed on the host in float64."""
+"""Learning-rate schedules. The host computes them in float64."""
 
 import math
 
@@ -10,11 +10,11 @@ from jaxgpt.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     """Return the learning rate of a step, counted from 1: linear warm-up, then `schedule`.
 
-    The learning rate reaches its peak at step `warmup_iters`, if that is above 0. With cosine and
-    wsd, it is `min_lr` (by default a tenth of the peak) from step max(`lr_decay_iters`,
-    `warmup_iters` + 1) on. The float32 result is within one unit in the last place of the exact
-    value. A trained step receives this number and a skipped step only logs it, so both log the same
-    digits.
+    The warm-up ends at step `warmup_iters` with the peak, `learning_rate`. Without a warm-up, the
+    schedule begins at step 0. The cosine and wsd schedules end at step max(`lr_decay_iters`,
+    `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by default a tenth of the
+    peak). The float32 result is within one unit in the last place of the exact value. It is
+    computed on the host, so that trained and skipped steps log the same digits.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr

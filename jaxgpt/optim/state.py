@@ -38,7 +38,7 @@ def opt_state_shardings(
 
     Args:
         params: the parameters, or their shapes.
-        shardings: `NamedSharding` of each parameter's moments.
+        shardings: `NamedSharding` of each parameter's moments, with an entry for each dimension.
     """
     whole = replicated(mesh)
     leaves = tree_leaves_with_path(params)

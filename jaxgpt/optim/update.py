@@ -44,8 +44,9 @@ def gated_update(
         is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
             or the gradient norm is not finite, or if `spike.action` rejects the update as a spike.
             None means that every update is due.
+        update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
-        on_cpu: use the gate that needs less memory on CPUs.
+        on_cpu: use the gate that needs less memory on CPUs, unless `by_layer` is set.
         by_layer: update one layer at a time, with `_layerwise_update`.
     """
     if by_layer:
@@ -64,7 +65,8 @@ def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[
 def gate_sequentially(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
     """Variant of `gate_by_where` that gates the parameters before the optimizer state.
 
-    `update` is called twice, and XLA removes the computations whose results are not used.
+    Unless `is_due` is None, `update` is called twice, and XLA removes the computations whose
+    results are not used.
     """
     if is_due is None:
         return update(*old)
@@ -192,8 +194,9 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return gradients scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is their `global_norm`. A limit of 0 disables clipping. This equals
-    optax.clip_by_global_norm, which would compute the norm over all devices a second time.
+    `norm` is their `global_norm`; if it is NaN, so are the results. A limit of 0 disables clipping.
+    This equals optax.clip_by_global_norm, which would compute the norm over all devices a second
+    time.
     """
     if limit == 0:
         return gradients

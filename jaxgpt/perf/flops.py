@@ -113,7 +113,10 @@ class Rates:
         }
 
     def slow_step_warnings(self) -> tuple[str, ...]:
-        """Return a warning if the peak is unknown and a step would take minutes on a CPU."""
+        """Return a warning if the peak is unknown and a step would take minutes on a CPU.
+
+        Otherwise, return an empty tuple.
+        """
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices
         if self.peak is not None or flops < SLOW_FLOPS:
             return ()

@@ -89,7 +89,10 @@ class HloProgram:
     tables: dict[str, dict[int, str]] = field(default_factory=dict)  # FileNames etc. by ID
 
     def stack(self, instruction: Instruction) -> list[tuple[str, int, str]]:
-        """Return the Python stack of an instruction: (file, line, function), innermost first."""
+        """Return the Python stack of an instruction: (file, line, function), innermost first.
+
+        It is empty if XLA has not recorded it.
+        """
         frames = self.tables.get("StackFrames", {})
         number = int(instruction.attribute("stack_frame_id") or 0)
         # With JAX 0.10, XLA writes caller IDs one too high: the outermost frame has 1 instead of 0.

@@ -41,8 +41,9 @@ def host_memory() -> int:
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
     """Raise `UsageError` if the memory that a step surely needs exceeds the memory of a device.
 
-    This allocates nothing. On CPUs, the devices share the host's memory. Nothing is checked if the
-    platform does not report its memory.
+    `shape` must be filled. No arrays are allocated. On CPUs, the devices share the host's memory.
+    Nothing is compared if the platform does not report its memory. Also raises errors as
+    `state_bytes` and `score_bytes` do.
     """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -56,7 +57,8 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
 def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
     """Raise `UsageError` if a step surely needs more than `room` bytes per device.
 
-    This uses the lower bounds `state_bytes` and `score_bytes`. None means no limit.
+    This uses the lower bounds `state_bytes` and `score_bytes`, and raises errors as they do. A
+    `room` of None means no limit.
     """
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:
@@ -77,8 +79,8 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
     Only the matrices and the token embedding are counted, without moments if
-    parallel.offload=moments. The bound is 0 with parallel.offload=state. Raises `UsageError` if
-    optimizer.name is unknown.
+    parallel.offload=moments. The bound is 0 with parallel.offload=state. `shape` must be filled.
+    Raises `UsageError` if optimizer.name is unknown.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
@@ -101,7 +103,7 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
 
     The `xla` kernel stores at least half of the scores, at two or more bytes each. A CPU may
     process its rows one at a time. The bound is 0 if it is not certain that scores are stored.
-    Raises `UsageError` if model.attention is unknown.
+    `shape` must be filled. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

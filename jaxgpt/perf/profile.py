@@ -55,7 +55,8 @@ class Tracing:
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. The result is the same
         as from `summary`, plus the `work` of each operation (`Work` as a dict, or None) and
-        `may_be_incomplete`, which tells whether operations may be missing from the trace.
+        `may_be_incomplete`, which tells whether operations may be missing from the trace. Raises
+        `ValueError` if JAX has written no trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -79,7 +80,8 @@ class Tracing:
 class StepProfile:
     """Traces the steps in `profile_steps`, and logs the summary with the reporter `log`.
 
-    The trace is in the folder profile of the run directory. All processes call every method.
+    The trace is in the folder profile of the run directory. `train_step` is the compiled step. All
+    processes call every method.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
@@ -90,7 +92,10 @@ class StepProfile:
         self._traced: list[int] = []
 
     def before(self, step: int, state: Any) -> None:
-        """Start the trace if `step` is the first step to trace; `state` is the input of `step`."""
+        """Start the trace if `step` is to be traced and the trace is not running yet.
+
+        Call this before each step that is not skipped. `state` is the input of `step`.
+        """
         if step not in self._todo:
             return
         if self._tracing is None:
@@ -170,10 +175,13 @@ def summary(
 ) -> dict[str, Any]:
     """Return the seconds per step in total, by category, and of the `ROWS` slowest operations.
 
-    The numbers are means over the job's devices. `seconds` is the time per step on process 0's
-    clock. `reports` holds the result of `report` on each process. An operation's `share` is the
-    fraction of the seconds of all operations. If a device spends more time in a collective than the
-    fastest device, the difference counts as waiting.
+    The keys are `steps`, `processes`, `seconds_per_step`, `device_seconds` (sum over all
+    operations), `categories`, `collective_waiting` and `operations`, a list of dicts with `name`,
+    `category`, `source`, `seconds`, `share` and `count` per step, slowest first. The numbers are
+    means over the job's devices. `seconds` is the time per step on process 0's clock. `operations`
+    must have the name of every event. `reports` holds the result of `report` on each process. An
+    operation's `share` is the fraction of the seconds of all operations. If a device spends more
+    time in a collective than the fastest device, the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

@@ -14,10 +14,10 @@ JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ an
 def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
-    These are the seconds of each phase, the total since the process started, and the Unix time at
-    which it started. The phase `job start`, before the process started, is present if the start of
-    the job is known. Call this at the end of the first step. `compile_cache` is `not used`, `hit`
-    (all programs came from the cache) or `miss`.
+    The dict has the `seconds` of each phase, the `total` seconds since the process started, the
+    Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. The phase `job
+    start`, before the process started, is present if the start of the job is known. Call this at
+    the end of the first step.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
@@ -37,9 +37,11 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Build the content of startup.json from all processes' reports, given in rank order.
 
-    Durations are in seconds, and timestamps are Unix times. The total and each phase that all
-    processes have are given as `min`, `mean`, `max` and `slowest_rank`. `job_start_to_first_step`
-    is None if the start of the job is unknown.
+    Durations are in seconds, and timestamps are Unix times. The `total` and each of the `phases`
+    that all processes have are given as `min`, `mean`, `max` and `slowest_rank`. `slowest_phase` is
+    the phase with the largest `max`. `process_start`, `first_step_done`, `compile_cache` and
+    `job_start_to_first_step` describe process 0; the last is None if the start of the job is
+    unknown.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:
@@ -81,7 +83,9 @@ def startup_line(found: dict[str, Any]) -> str:
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
     """Return the durations in startup.json, in seconds, as a flat dict for the trackers.
 
-    The names are PHASE_min, PHASE_mean, and so on. The dict also has the number of `processes`.
+    The names are PHASE_min, PHASE_mean, PHASE_max, the same for `total`, and
+    job_start_to_first_step if it is known. The dict also has PHASE_slowest_rank and the number of
+    `processes`.
     """
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():

@@ -18,9 +18,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Set up JAX's persistent compilation cache in `directory`; return a log line.
 
     Every process must call this, after JAX has started. If `directory` is empty, `off`, `none` or
-    `null`, there is no cache. Otherwise, JAX_COMPILATION_CACHE_DIR overrides `directory`. The cache
-    is in a subfolder for the type of processor. If it is unsuitable, JAX compiles without a cache,
-    and the log line says why.
+    `null` in any case, there is no cache. Otherwise, JAX_COMPILATION_CACHE_DIR overrides
+    `directory`. The cache is in a subfolder for the type of processor, which is created. If it
+    cannot be used, JAX compiles without a cache, and the log line says why.
 
     A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot, for example
     because another job has locked it, the cache is read-only. Otherwise, if all processes are on

@@ -14,9 +14,9 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates.
 
-    This is the product of the mesh's sizes divided by the number of processes, unless
-    JAX_NUM_CPU_DEVICES is set. If the mesh contains -1, each process simulates just enough devices
-    for the product of the other sizes to divide the total.
+    This is JAX_NUM_CPU_DEVICES if it is set. Otherwise, it is the product of the mesh's sizes
+    divided by the number of processes. If the mesh contains -1, each process simulates just enough
+    devices for the product of the other sizes to divide the total.
 
     Raises `UsageError` if the number of processes does not divide the product of a mesh without -1,
     if a process would need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is
@@ -51,10 +51,10 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     """Return the indices of this process's accelerators among the visible ones, or None for all.
 
     Processes on one host that see the same accelerators get an equal number of them, and any
-    remainder is unused. If a process sees only one accelerator, or no other process sees the same
-    ones, the result is None, as it is on CPUs. When Intel GPUs are divided, this also sets
-    ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if processes
-    see the same two or more accelerators but outnumber them.
+    remainder is unused. If a process sees at most one accelerator, or no other process sees the
+    same ones, the result is None, as it is on CPUs. On a machine in `MACHINES` with Intel GPUs,
+    dividing them also sets ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on
+    all of them if processes see the same two or more accelerators but outnumber them.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
@@ -93,7 +93,9 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return the number of devices that the job should have, before JAX starts.
 
-    All processes call this together. Raises `UsageError` as `cpu_devices_per_process` does.
+    This is the product of the mesh's sizes. If the mesh contains -1, it depends on the processes
+    and their hosts instead, and on CPUs, this raises `UsageError` as `cpu_devices_per_process`
+    does. All processes call this together.
     """
     if shape.is_filled:
         return shape.n_devices

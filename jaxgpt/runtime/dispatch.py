@@ -20,7 +20,10 @@ class DispatchLimiter:
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Register the result of a new program; wait for the one `LIMIT` programs before it."""
+        """Register the result of a new program; wait for the one `LIMIT` programs before it.
+
+        `result` is any of the program's arrays, or a tree of them.
+        """
         self._results.append(result)
         if len(self._results) > LIMIT:
             jax.block_until_ready(self._results.popleft())

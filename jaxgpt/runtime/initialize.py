@@ -48,9 +48,9 @@ def initialize_jax(
 ) -> dict[str, Any]:
     """Start JAX on this process, and connect the processes if the job has several.
 
-    Every process must call this. It sets environment variables and the JAX settings in `PINNED`. In
-    a job with several processes, it also unsets proxy variables and hides what C++ prints to
-    stdout.
+    Every process must call this. It sets environment variables, the JAX settings in `PINNED` and,
+    on CPUs, options of malloc. In a job with several processes, it also unsets proxy variables and
+    hides what C++ prints to stdout.
 
     Args:
         cluster: the processes of the job.
@@ -59,16 +59,21 @@ def initialize_jax(
         preemption: whether JAX catches SIGTERM for `preemption_sync_point`, if the job has several
             processes.
         allow_cpu: accept CPUs even if accelerators are expected (the doctor reports this itself).
+            They are also accepted if JAX_PLATFORMS is set.
 
     Returns:
         Facts about the job, its devices and JAX for the log and `cluster.json`, as a dict that JSON
         can represent. `coordinator` is host:port, or None for a single process, and `notes` are log
-        lines.
+        lines. `ranks` has the `host` and the names of the `devices` of each process.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        UsageError: if the devices do not start, if processes outnumber the accelerators, if a mesh
-            of CPU devices does not fit the processes, or if an environment variable is invalid.
+        OSError: if process 0 cannot resolve the coordinator's name or has no route to it.
+        RuntimeError: if `jax.distributed` cannot connect the processes.
+        UsageError: if the devices do not start, if accelerators are expected but only CPUs are
+            found, if processes outnumber the accelerators, if a mesh of CPU devices does not fit
+            the processes or the devices that JAX has already started with, or if an environment
+            variable is invalid.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -176,10 +181,11 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`, or None if this is the only process.
+    """Return whether all processes stop after `step`, or None without `jax.distributed`.
 
-    `requested` is True if this process has just been asked to stop; it then sends itself SIGTERM,
-    which JAX must catch (see `initialize_jax`). Every process must call this for each step.
+    The latter means that this is the only process. `requested` is True if this process has just
+    been asked to stop; it then sends itself SIGTERM, which JAX must catch (see `initialize_jax`).
+    Every process must call this for each step.
     """
     import jax
 
@@ -224,7 +230,10 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
-    """Return a log line for each host with its ranks and their devices."""
+    """Return a log line for each host with its ranks and their devices.
+
+    `ranks` is the value of that name in the result of `initialize_jax`.
+    """
     on_host: dict[str, list[str]] = {}
     for rank, place in enumerate(ranks):
         on_host.setdefault(place["host"], []).append(f"rank {rank} on {'+'.join(place['devices'])}")
@@ -232,7 +241,10 @@ def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return the line of the console's header about the devices and the processes."""
+    """Return the line of the console's header about the devices and the processes.
+
+    `facts` is the result of `initialize_jax`.
+    """
     n_hosts, simulated = len(facts["hosts"]), " simulated" if facts["simulated"] else ""
     where = f"{n_hosts} hosts" if n_hosts > 1 else f"host {facts['host']}"
     launcher = facts["launcher"].partition(" (")[0]
@@ -244,7 +256,10 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def _own_devices() -> list[str]:
-    """Return the names of this process's devices on its host, such as `gpu 3`."""
+    """Return the name of each of this process's devices on its host, such as `gpu 3`.
+
+    CPU devices have a single name for all of them, such as `4 cpu devices`.
+    """
     import jax
 
     devices = jax.local_devices()
@@ -259,7 +274,10 @@ def _own_devices() -> list[str]:
 
 
 def _collectives_library(device: Any) -> str:
-    """Return the name of the library that runs collectives between devices like this one."""
+    """Return the name of the library that runs collectives between devices like this one.
+
+    For an unknown platform, return the name of the platform.
+    """
     import jax
 
     if device.platform == "cpu":
@@ -283,7 +301,10 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 
 
 def clear_proxies() -> list[str]:
-    """Unset *_proxy variables except no_proxy, so that gRPC connects directly; return log lines."""
+    """Unset *_proxy variables except no_proxy, so that gRPC connects directly.
+
+    Upper-case names count, too. Returns a log line with the names, or none if none were set.
+    """
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:
         del os.environ[name]

@@ -31,8 +31,8 @@ def use_one_cache_key() -> bool:
 
     Reason: JAX's key includes the topology, which differs between the processes of a CPU job, so
     only process 0 would find the entries that it wrote. This function makes JAX use the device
-    kinds instead, as JAX itself does if it cannot describe a topology. Fallback: return False
-    and compile without a cache.
+    kinds instead, as JAX itself does if it cannot describe a topology. Fallback: return False, so
+    that the caller compiles without a cache.
     """
     try:
         from jax._src import cache_key

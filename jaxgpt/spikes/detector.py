@@ -78,8 +78,8 @@ def detect_and_gate(
     """Return the next state, the detection, and whether to apply the update of this step.
 
     `loss` and `grad_norm` are scalars. The third result is a boolean scalar: False for a non-finite
-    step and, with spike.action=skip_update, for any spike. With spike.action=off it is None,
-    because every update is applied.
+    step and, with spike.action=skip_update, for any spike. With spike.action=off, it is None,
+    because every update is applied, and the detection has the cause `none` and infinite limits.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)
@@ -109,15 +109,16 @@ def _medians(x: jax.Array) -> jax.Array:
 
 
 def spike_state_to_json(state: SpikeState) -> dict[str, Any]:
-    """Return the state as JSON for a checkpoint, without loss of precision."""
+    """Return the state as numbers and lists for a checkpoint's JSON, without loss of precision."""
     return {key: np.asarray(value).tolist() for key, value in state.items()}
 
 
 def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:
     """Return the state that `spike_state_to_json` saved, with the shapes and shardings of `shapes`.
 
-    If spike.window has changed, the newest values that fit are kept. If `saved` is None or empty,
-    because the detector was off, the window starts out empty.
+    If `shapes` is empty, because the detector is off, so is the result. If spike.window has
+    changed, the newest values that fit are kept. If `saved` is None or empty, because the detector
+    was off or there is no such state, the window starts out empty.
     """
     if not shapes:
         return {}

@@ -34,7 +34,8 @@ def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> 
 def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..., Any]:
     """Return a train step that also flips one bit of a parameter, once, after faults.bit_flip_step.
 
-    If faults.bit_flip_step is not set, return `train_step` itself.
+    `train_step` takes a state with `params`, a step and other operands, and returns a state and
+    metrics. If faults.bit_flip_step is not set, return `train_step` itself.
     """
     faults, flipped = config.faults, []
 
@@ -51,7 +52,8 @@ def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..
 def flip_bit(params: Any, device: int) -> Any:
     """Return the parameters with one bit flipped in one device's shard of the first array.
 
-    `device` is an index into the flattened mesh. All processes call this together.
+    `params` is a tree of float32 arrays, and `device` is an index into the flattened mesh. All
+    processes call this together.
     """
     paths, tree = jax.tree.flatten(params)
     array = paths[0]
@@ -81,7 +83,10 @@ def check_faults(config: Config, n_devices: int) -> None:
 
 
 def describe_faults(config: Config) -> list[str]:
-    """Return log lines about the faults that will be injected."""
+    """Return log lines about the faults that will be injected.
+
+    Raises `UsageError` if faults.random_tokens is malformed.
+    """
     faults, lines = config.faults, []
     ranges = SkipRanges(step_ranges("faults.random_tokens", faults.random_tokens))
     if ranges.ranges:

@@ -54,7 +54,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
     """Return the (first, last) steps of each range that the rewinds of a run skip.
 
-    Raises `UsageError` if rewinds.json is damaged.
+    Raises `UsageError` as `read_rewinds` does.
     """
     return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
@@ -79,7 +79,7 @@ def decide_rewind(
 
     Raises:
         NoRewind: there have been too many rewinds, or there is no checkpoint to go back to.
-        UsageError: rewinds.json is damaged.
+        UsageError: rewinds.json is damaged or unreadable.
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
     latest = step - settings.rewind_margin
@@ -114,9 +114,8 @@ def decide_rewind(
 def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
     """Return how many of the latest rewinds in a row went back to step `to` or later.
 
-    `rewinds` is the result of `read_rewinds`.
-
-    Counting stops at a rewind to an earlier step, because the run has made progress since.
+    `rewinds` is the result of `read_rewinds`. Counting stops at a rewind to an earlier step,
+    because the run has made progress since.
     """
     count = 0
     for rewind in reversed(rewinds):
@@ -129,7 +128,7 @@ def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
     """Return the last rewind of a run if its commit was interrupted, otherwise None.
 
-    Raises `UsageError` if rewinds.json is damaged.
+    Raises `UsageError` as `read_rewinds` does.
     """
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
@@ -140,7 +139,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 
     `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if the
     checkpoint of that step was damaged. `rewind` has the format of `read_rewinds`, and may be the
-    pending rewind. Raises `UsageError` if a file cannot be written or rewinds.json is damaged.
+    pending rewind. Raises `UsageError` if a file cannot be written or rewinds.json is damaged or
+    unreadable, and `OSError` if metrics.jsonl cannot be read.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]
     rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
@@ -170,8 +170,8 @@ def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
     The run must have a rewind. Raises `OSError` if a checkpoint cannot be removed, and `UsageError`
-    if rewinds.json is damaged or cannot be written. The removal is then retried when the run is
-    next started.
+    if rewinds.json is damaged, unreadable or cannot be written. The removal is then retried when
+    the run is next started.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

@@ -34,7 +34,10 @@ def rewind_line(rewind: dict[str, Any]) -> str:
 
 
 def _rows_text(rows: list[dict[str, Any]]) -> str:
-    """Return the numbers, corpora and offsets of the first `SHOWN_ROWS` rows as text."""
+    """Return the numbers, corpora and offsets of the first `SHOWN_ROWS` rows as text.
+
+    `rows` has the format of `worst_rows`.
+    """
     shown = [f"{r['row']} ({r['corpus']} @{r['offset']})" for r in rows[:SHOWN_ROWS]]
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
 
@@ -46,7 +49,10 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def spikes_table(records: list[dict[str, Any]]) -> str:
-    """Return a table of the spikes, skips and rewinds in a run's records, sorted by step."""
+    """Return a table of the spikes, skips and rewinds in a run's records, sorted by step.
+
+    If there are none, return a line that says so.
+    """
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"

@@ -1,4 +1,7 @@
-"""The checks of `prove`, which run commands and yield a row for each measurement."""
+"""The checks of `prove`, which run commands and yield a row for each measurement.
+
+All of them raise errors as the methods of `Commands` do.
+"""
 
 import shutil
 import subprocess
@@ -56,7 +59,10 @@ MEMORY_ON_CPU = {"tiny": ("--config", "tiny", "model.n_embd=256", "train.batch_s
 
 
 def machine(commands: Commands) -> Iterator[Row]:
-    """Report the doctor's findings and, on NVIDIA GPUs, the driver, clocks and power limit."""
+    """Report the doctor's findings and, on NVIDIA GPUs, the driver, clocks and power limit.
+
+    Raises errors as `Commands.report` does.
+    """
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
         yield Row(NVIDIA, subprocess.run(query, capture_output=True, text=True).stdout)
@@ -84,7 +90,7 @@ def speed(
     """Report the result of `bench step` with the preset `config` and the arguments `words`.
 
     `goals` (row name -> minimum) apply only on a GPU; for rows in %, they are fractions. `source`
-    names their origin.
+    names their origin. Raises errors as `Commands.json` does.
     """
     found = commands.json("jaxgpt.bench", "step", "--config", config, *words)
     for name, value, unit, note in (
@@ -101,7 +107,8 @@ def speed(
 def nanogpt(commands: Commands) -> Iterator[Row]:
     """Compare speed with nanoGPT's in alternating runs, using the same initial weights and data.
 
-    Raises `Missing` without the comparison scripts or a clone of nanoGPT.
+    Raises `Missing` without the comparison scripts or a clone of nanoGPT, and errors as
+    `Commands.json` does.
     """
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
@@ -117,7 +124,10 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 
 
 def numerics(commands: Commands) -> Iterator[Row]:
-    """Compare bfloat16 with float32, the GPU with the CPU, and attention kernels with XLA's."""
+    """Compare bfloat16 with float32, a GPU with the CPU, and attention kernels with XLA's.
+
+    Raises errors as `Commands.run` and `Commands.json` do.
+    """
     words = NUMERICS if commands.on_gpu else (*NUMERICS, *SMALL)
     single, lower = (
         _history(train(commands, dtype, *words, f"train.dtype={dtype}"))
@@ -136,7 +146,11 @@ def numerics(commands: Commands) -> Iterator[Row]:
 
 
 def resume(commands: Commands) -> Iterator[Row]:
-    """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed."""
+    """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed.
+
+    Raises errors as `Commands.run` and `Commands.kill_when` do, and `ValueError` if the runs have
+    logged different numbers of steps.
+    """
     words = RESUME_ON_GPU if commands.on_gpu else RESUME_ON_CPU
     end, middle = (f"train.max_iters={n}" for n in (RESUME_STEPS, RESUME_STEPS // 2))
     whole = _history(train(commands, "whole", *words, end))
@@ -151,7 +165,10 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory that `plan` predicts with the peak memory use of `bench step`."""
+    """Compare the memory that `plan` predicts with the peak memory use of `bench step`.
+
+    Raises errors as `Commands.json` does.
+    """
     for name, words in (MEMORY_ON_GPU if commands.on_gpu else MEMORY_ON_CPU).items():
         words = ("--mesh", "1,1,1", *words)
         found = commands.json("jaxgpt.bench", "step", "--steps", "1", "--synthetic", *words)
@@ -166,7 +183,10 @@ def memory(commands: Commands) -> Iterator[Row]:
 
 
 def profile(commands: Commands) -> Iterator[Row]:
-    """List the most expensive operations of a gpt2 step, with their roofline times if known."""
+    """List the most expensive operations of a gpt2 step, with their roofline times if known.
+
+    Raises errors as `Commands.json` does.
+    """
     words = ("--steps", "3") if commands.on_gpu else GPT2_ON_CPU
     trace = ("--profile", str(commands.folder / "trace"))
     step = commands.json("jaxgpt.bench", "step", "--config", "gpt2", *words, *trace)
@@ -185,7 +205,7 @@ def profile(commands: Commands) -> Iterator[Row]:
 def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
-    Raises `Missing` if the data has not been prepared.
+    Raises `Missing` if the data has not been prepared, and errors as `Commands.run` does.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")

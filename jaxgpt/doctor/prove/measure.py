@@ -113,9 +113,9 @@ class Commands:
         return stdout, stderr, process.returncode
 
     def report(self, module: str, *words: str) -> str:
-        """Return the stdout of a command that exits with status 1 to report a problem.
+        """Run a command as `run` does, but accept the exit status 1; return its stdout.
 
-        Raises errors as `run` does, but accepts status 1.
+        Some commands report a problem with this status. Raises errors as `run` does.
         """
         stdout, stderr, status = self._run(module, words, {})
         if status not in (0, 1):
