@@ -7,6 +7,7 @@ checks. They are not copied to a device.
 import operator
 import resource
 import statistics
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -75,4 +76,5 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
 
 def peak_bytes() -> int:
     """Return the peak RSS of this process so far, in bytes."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
