@@ -18,7 +18,9 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
     process = find_mpiexec_process()
-    return None if process is None else shlex.join(_command(process))
+    with contextlib.suppress(OSError):  # it has exited
+        return None if process is None else shlex.join(_command(process))
+    return None
 
 
 def find_mpiexec_process() -> int | None:
