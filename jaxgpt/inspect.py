@@ -13,9 +13,9 @@ sequence, even if train.batch_size changes. For steps up to the newest checkpoin
 the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
 
-import contextlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -121,11 +121,11 @@ def _look_up(
 
 def _chosen_rows(given: str | None, batch_size: int) -> range:
     """Return the rows that `--rows` selects, all by default; raise `UsageError` if invalid."""
-    first, colon, end = (given or ":").partition(":")
-    with contextlib.suppress(ValueError):  # not numbers: raise the error below
-        start = int(first or 0) if colon else int(first)
-        stop = int(end or batch_size) if colon else start + 1
-        if 0 <= start < stop <= batch_size:
+    if found := re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})|([0-9]{1,9})", given or ":"):
+        first, end, only = found.groups()
+        start = int(only or first or 0)
+        stop = start + 1 if only else int(end or batch_size)
+        if start < stop <= batch_size:
             return range(start, stop)
     limits = f"0 <= A < B <= train.batch_size={batch_size}"
     raise UsageError(f"--rows={given}: must be A:B with {limits}, or one row")

@@ -17,29 +17,24 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
-    process = find_mpiexec_process()
-    with contextlib.suppress(OSError):  # it has exited
-        return None if process is None else shlex.join(_command(process))
-    return None
+    found = find_mpiexec()
+    return None if found is None else shlex.join(found[1])
 
 
-def find_mpiexec_process() -> int | None:
-    """Return the process ID of the launcher in `MPIEXEC` that started this process, or None.
+def find_mpiexec() -> tuple[int, list[str]] | None:
+    """Return the process ID and the command line of the launcher that started this process.
 
-    None means that there is no such ancestor on this host, or that this host has no /proc.
+    None means that this process has no ancestor on this host whose name is in `MPIEXEC`, or that
+    this host has no /proc.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited
         while process > 1:
+            folder = Path(f"/proc/{process}")
+            words = (folder / "cmdline").read_text(errors="replace").removesuffix("\0").split("\0")
             # The second word is the name if the mpiexec is a script.
-            if any(Path(word).name in MPIEXEC for word in _command(process)[:2]):
-                return process
-            status = Path(f"/proc/{process}/stat").read_text(errors="replace")
+            if any(Path(word).name in MPIEXEC for word in words[:2]):
+                return process, words
+            status = (folder / "stat").read_text(errors="replace")
             process = int(status.rpartition(")")[2].split()[1])  # the parent
     return None
-
-
-def _command(process: int) -> list[str]:
-    """Return the command line of a process; raise `OSError` if it has exited."""
-    text = Path(f"/proc/{process}/cmdline").read_text(errors="replace")
-    return text.removesuffix("\0").split("\0")

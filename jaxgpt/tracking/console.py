@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launch_line import find_mpiexec_process
+from jaxgpt.cluster.launch_line import find_mpiexec
 from jaxgpt.config import in_words
 from jaxgpt.tracking.appended_file import AppendedFile, printable
 
@@ -28,7 +28,8 @@ class Console:
         self._prints = prints
         self._log_fails = False
         self._bar: tqdm | None = None
-        self._mpiexec_output = Path(f"/proc/{find_mpiexec_process()}/fd/1")
+        mpiexec = find_mpiexec()
+        self._mpiexec_output = Path(f"/proc/{mpiexec[0] if mpiexec else 'self'}/fd/1")
 
     @property
     def width(self) -> int | None:

@@ -24,7 +24,7 @@ def test_a_data_folder_that_may_not_be_entered_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr(Path, "exists", deny)
     with pytest.raises(UsageError, match="data.dataset=python: .* .Permission denied.; set JAXGPT"):
-        run_directory._prepare_default_data(DataConfig())
+        run_directory.prepare_default_data(DataConfig())
 
 
 def test_a_directory_in_use_is_refused(tmp_path):

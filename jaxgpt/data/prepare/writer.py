@@ -39,9 +39,8 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
             for name in sorted(os.listdir(scratch), key=lambda name: (name == "meta.json", name)):
                 os.replace(Path(scratch) / name, directory / name)
     except BaseException:
-        if is_new:
-            with contextlib.suppress(OSError):  # another process put a file there
-                directory.rmdir()
+        if is_new and not any(directory.iterdir()):
+            directory.rmdir()
         raise
 
 
