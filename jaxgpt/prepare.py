@@ -5,13 +5,17 @@ import glob
 import os
 import signal
 import sys
+from concurrent.futures import Executor
 from pathlib import Path
 
-from jaxgpt.cluster.hardware import own_cpus
+from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, in_words, whole_number
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
+from jaxgpt.data.prepare.pool import job_workers
+from jaxgpt.data.source import ALL_SPLITS
+from jaxgpt.data.tokenizers import FILE, SENTENCEPIECE
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,29 +23,69 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with job_exit_handler():
         arguments = parser().parse_args(argv)
-        name = arguments.name if arguments.command == "text" else arguments.command
-        directory = arguments.out or dataset_directory(DataConfig(dataset=name))
-        directory = Path(os.path.abspath(directory))  # because `.` has no name
-        try:
-            lines = prepare(arguments, directory)
-        except OSError as error:
-            raise UsageError(
-                f"--out {directory}: cannot be written ({in_words(error)}); give another folder"
-            ) from None
-        print("\n".join([*lines, f"wrote {directory}"]))
+        if arguments.command != "text":
+            if rank_from_env() == 0:
+                run(arguments, None)
+            return
+        check_options(arguments)
+        with job_workers(arguments.workers) as workers:
+            if workers.is_main:
+                run(arguments, workers.pool)
 
 
-def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
-    """Check the arguments and write the dataset; return lines that describe the dataset.
+def run(arguments: argparse.Namespace, pool: Executor | None) -> None:
+    """Write a dataset and print lines that describe it; see `prepare` for the exceptions."""
+    name = arguments.name if arguments.command == "text" else arguments.command
+    directory = arguments.out or dataset_directory(DataConfig(dataset=name))
+    directory = Path(os.path.abspath(directory))  # because `.` has no name
+    try:
+        lines = prepare(arguments, directory, pool)
+    except OSError as error:
+        raise UsageError(
+            f"--out {directory}: cannot be written ({in_words(error)}); give another folder"
+        ) from None
+    print("\n".join([*lines, f"wrote {directory}"]))
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` if an option of `prepare text` is invalid or contradicts another one."""
+    if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
+        raise UsageError(
+            f"--name {arguments.name}: must be a name without a path; give a folder with --out"
+        )
+    share, split, is_megatron = arguments.val_share, arguments.split, arguments.format == "megatron"
+    if share is not None and not 0 <= share < 1:
+        raise UsageError(f"--val-share {share}: must be at least 0 and less than 1, such as 0.1")
+    if share is not None and split is not None:
+        raise UsageError(f"--val-share {share}: cannot be used with --split {split}; remove one")
+    if is_megatron and (share or split):
+        given = f"--split {split}" if split else f"--val-share {share}"
+        raise UsageError(
+            f"{given}: cannot be used with --format megatron; split Megatron data later with "
+            "data.val_share or Megatron's --split"
+        )
+    if split in ("val", "test") and arguments.tokenizer == "char":
+        raise UsageError(
+            f"--split {split}: needs the tokenizer of the training data; give the folder of that "
+            "dataset with --tokenizer FOLDER"
+        )
+    if arguments.eos is not None and arguments.tokenizer in ("char", "byte"):
+        raise UsageError(
+            f"--eos {arguments.eos}: needs a {FILE}, not {arguments.tokenizer}; remove one"
+        )
+
+
+def prepare(
+    arguments: argparse.Namespace, directory: Path, pool: Executor | None = None
+) -> list[str]:
+    """Write the dataset and return lines that describe it.
 
     `arguments` is the result of `parser()`, and `directory` is an absolute path. A built-in dataset
-    without --out replaces the data in its default folder. For text, the number of threads is set in
-    the environment.
+    without --out replaces the data in its default folder. The processes of `pool` tokenize files.
 
     Raises:
-        UsageError: if an argument or the input is invalid, if Tiny Shakespeare cannot be
-            downloaded, if a package that the input needs is not installed, or if `check_new` raises
-            it.
+        UsageError: if the input is invalid, if Tiny Shakespeare cannot be downloaded, if a package
+            that the input needs is not installed, or if `check_new` raises it.
         OSError: if `directory` cannot be written.
     """
     if arguments.command != "text":
@@ -50,31 +94,18 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> list[str]:
         if arguments.command == "python":
             return prepare_python(directory)
         return prepare_shakespeare_char(directory, arguments.input)
-    if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
-        raise UsageError(
-            f"--name {arguments.name}: must be a name without a path; give a folder with --out"
-        )
-    share, is_megatron = arguments.val_share, arguments.format == "megatron"
-    if share is not None and (is_megatron or not 0 < share < 1):
-        raise UsageError(
-            f"--val-share {share}: must be between 0 and 1, such as 0.1, and cannot be used with "
-            "--format megatron; split Megatron data later with data.val_share or Megatron's --split"
-        )
-    if arguments.eos is not None and arguments.tokenizer in ("char", "byte"):
-        raise UsageError(
-            f"--eos {arguments.eos}: needs a tokenizer.json, not {arguments.tokenizer}; remove one"
-        )
     check_new(directory, arguments.format, arguments.overwrite)
-    os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)  # for the `tokenizers` package
     return prepare_text(
         directory,
         arguments.input,
         arguments.tokenizer,
         json_key=arguments.jsonl_key,
         chat_template=arguments.chat_template,
-        val_share=share,
-        megatron=is_megatron,
+        val_share=arguments.val_share,
+        split="train" if arguments.val_share == 0 else arguments.split,
+        megatron=arguments.format == "megatron",
         end_of_text=arguments.eos,
+        pool=pool,
     )
 
 
@@ -88,10 +119,10 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
     pairs = sorted(directory.glob(f"{glob.escape(directory.name)}_*_document.*"))
-    names = "train.bin", "val.bin", "train.mask.bin", "val.mask.bin", "meta.json"
-    folder = [directory / name for name in names]
+    folder = [directory / f"{split}{end}" for split in ALL_SPLITS for end in (".bin", ".mask.bin")]
+    folder.append(directory / "meta.json")
     own, other = (pairs, folder) if format_ == "megatron" else (folder, pairs)
-    for path in [*other, *own, directory / "tokenizer.json"]:
+    for path in [*other, *own, directory / FILE, directory / SENTENCEPIECE]:
         if path.exists() and (path in other or not overwrite):
             raise UsageError(
                 f"--out {directory}: {path} already exists; give another --name or --out, or "
@@ -104,25 +135,40 @@ def parser() -> CommandParser:
     commands = out.add_subparsers(dest="command", required=True)
     shakespeare = commands.add_parser("shakespeare_char", help="character-level Tiny Shakespeare")
     shakespeare.add_argument("--input", type=file_path, help="local text file; skips the download")
-    text = commands.add_parser("text", help="your own UTF-8 text or JSON lines")
+    text = commands.add_parser("text", help="your own text, JSON lines or Parquet files")
     add = text.add_argument
-    files = "files or folders: text (one document per file) or .jsonl (one per line); also .gz"
+    files = (
+        "files or folders: UTF-8 text (one document per file), .jsonl (one per line) or .parquet "
+        "(one per row; needs pyarrow); text and .jsonl may be compressed (.gz)"
+    )
     add("--input", type=file_path, nargs="+", action="extend", required=True, help=files)
     key = (
-        "key of the text or of the list of messages in JSON lines, or two keys PROMPT,COMPLETION; "
-        "default: `text`, `messages` or `prompt,completion`, detected from the first line. With "
-        "messages or PROMPT,COMPLETION, only the answers count toward the loss"
+        "key or column of the text or of the list of messages, or two keys PROMPT,COMPLETION; "
+        "default: `text`, `messages` or `prompt,completion`, detected from a file's first line. "
+        "With messages or PROMPT,COMPLETION, only the answers count toward the loss"
     )
     add("--jsonl-key", metavar="KEY", help=key)
     template = "Jinja chat template that converts messages to text; default: the tokenizer's own"
     add("--chat-template", type=file_path, metavar="FILE", help=template)
-    tokenizers = "char (default), byte, a tokenizer.json, or a folder with one or GPT-2's files"
+    tokenizers = (
+        "char (default), byte, a tokenizer.json, a SentencePiece tokenizer.model (needs "
+        "sentencepiece), the folder of a prepared dataset, or a folder with one of these files or "
+        "with GPT-2's encoder.json and vocab.bpe"
+    )
     add("--tokenizer", type=lambda given: str(file_path(given)), default="char", help=tokenizers)
     add("--eos", help="name of the token between documents; default: the tokenizer's own")
-    threads = "threads for encoding with a tokenizer.json; default: one per CPU, here %(default)s"
-    add("--workers", type=whole_number(), default=len(own_cpus()), help=threads)
-    share = "share for validation: the end of the text (default 0.1), or random JSON lines (0.01)"
+    threads = "threads for encoding with a tokenizer.json; default: one per CPU"
+    add("--workers", type=whole_number(), help=threads)
+    share = (
+        "share for validation: the end of the text (default 0.1) or, if any file is not text, "
+        "documents drawn at random (0.01; with few documents, the last 0.1 of the tokens); 0 for "
+        "none"
+    )
     add("--val-share", type=float, help=share)
+    splits = (
+        "put all text into one split; a run ignores test.bin, but evaluate --split test uses it"
+    )
+    add("--split", choices=ALL_SPLITS, help=splits)
     formats = "write train.bin and val.bin, or one .bin and .idx pair for Megatron-LM"
     add("--format", choices=("nanogpt", "megatron"), default="nanogpt", help=formats)
     add("--name", default="text", help="name of the dataset, for data.dataset=NAME")

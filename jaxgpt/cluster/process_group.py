@@ -219,12 +219,13 @@ def _host_identity() -> list[str]:
     return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
 
 
-def _start_mpi(launch: Launch) -> str:
+def start_mpi(launch: Launch, for_threads: bool = False) -> str:
     """Initialise MPI, which waits for all processes, and return the name of the MPI library.
 
-    MPI is finalized when the process exits. Raises `UsageError` if MPI cannot be loaded or treats
-    each process as a separate job. If only some processes may notice this, the error is a
-    `SingleRankUsageError`.
+    With `for_threads`, several threads may use MPI. MPI is finalized when the process exits.
+
+    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. If only
+    some processes may notice this, the error is a `SingleRankUsageError`.
     """
     try:
         import mpi4py
@@ -241,8 +242,10 @@ def _start_mpi(launch: Launch) -> str:
     fits = launch.launcher != "Open MPI" or not library.startswith(("MPICH", "Intel"))
     if fits:
         if not MPI.Is_initialized():
-            # mpi4py's own call would hold the GIL and block the monitor's thread
-            ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
+            if for_threads:
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            else:  # mpi4py's call would hold the GIL and block the monitor's thread
+                ctypes.CDLL(MPI.__file__).MPI_Init(None, None)
             atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
         fits = MPI.COMM_WORLD.size > 1 or (launch.rank == 0 and (launch.size or 1) == 1)
     if not fits:

@@ -215,7 +215,8 @@ class DataConfig:
     val_share: Share = 0.01
     """Fraction of a source, taken from its end, to use for validation if it has no val.bin."""
     tokenizer: str | None = None
-    """A tokenizer.json, or a folder that contains one, for data that comes without a tokenizer."""
+    """A tokenizer.json or tokenizer.model, or a folder that contains one, for data that comes
+    without a tokenizer."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and count positions from its start. A
     document ends with its end-of-text token. The order of the data does not change."""

@@ -11,7 +11,7 @@ from typing import Any
 from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
-from jaxgpt.data.source import SPLITS, Document, OpenSource
+from jaxgpt.data.source import PARTS, SPLITS, Document, OpenSource
 from jaxgpt.data.token_file import SAMPLED_PAGES, allow_open_files, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_meta
 
@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """An opened source of a run, with both splits."""
+    """An opened source, with the splits that `open_dataset` was asked for."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -211,18 +211,24 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     return _find_vocabulary(data, model, metas)[0]
 
 
-def open_dataset(data: DataConfig, model: ModelConfig) -> Dataset:
+def open_dataset(
+    data: DataConfig, model: ModelConfig, splits: Sequence[str] | None = SPLITS
+) -> Dataset:
     """Open the token files of a configuration, without reading any tokens.
 
-    This raises the process's limit on open files if necessary.
+    If a source has no validation split, the end of its training split is used for validation. If
+    `splits` is None, sources are not divided in this way, and have all splits that their files
+    have. This raises the process's limit on open files if necessary.
 
     Raises:
         UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
-            unreadable or too short for one row of each split, if a tokenizer is missing or invalid,
-            if the vocabulary size is unknown or larger than model.vocab_size, if sources have
-            different tokenizers, or if there are more files than the process may open.
+            unreadable or too short for one row of each split, if a source lacks one of the
+            `splits`, if a tokenizer is missing or invalid, if the vocabulary size is unknown or
+            larger than model.vocab_size, if sources have different tokenizers, or if there are more
+            files than the process may open.
     """
-    sources = tuple(_open_source(entry, data, model.block_size + 1) for entry in entries(data))
+    least = model.block_size + 1
+    sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))
     splits = [tokens for source in sources for tokens in source.tokens.values()]
     files = {tokens.file for tokens in splits} | {tokens.mask for tokens in splits} - {None}
     allow_open_files(len(files))
@@ -262,26 +268,35 @@ def _find_vocabulary(
     return vocab_size, tokenizer
 
 
-def _open_source(entry: BlendEntry, data: DataConfig, least: int) -> Source:
+def _open_source(
+    entry: BlendEntry, data: DataConfig, least: int, splits: Sequence[str] | None
+) -> Source:
     """Open a source and check that each of its splits has at least `least` tokens."""
     name, opened = _open_files(entry, data)
-    splits, note = opened.tokens, ""
-    if "val" not in splits:
-        whole = splits["train"]
+    tokens, meta, note = opened.tokens, opened.meta, ""
+    if splits is not None and "train" in tokens and "val" not in tokens:
+        whole = tokens["train"]
         boundary = round(whole.size * (1 - data.val_share))
         if opened.find_document is not None:
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
-        splits = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
+        divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
+        tokens = tokens | divided
+        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # it covers the whole
         note = f" with data.val_share={data.val_share}"
-    for split in SPLITS:
-        tokens = splits[split]
-        if tokens.size < least:
+    for split in splits or tokens:
+        if split not in tokens:
             raise UsageError(
-                f"{entry.key}: {tokens.file.path} has {tokens.size} tokens for split {split}"
-                f"{note}, but at least {least} are needed; add data or reduce model.block_size"
-                + (", or change data.val_share" if note else "")
+                f"{entry.key}: {entry.path} has no split {split}, but only "
+                f"{', '.join(opened.tokens)}; give other data, or prepare it with --split {split}"
             )
-    return Source(splits, opened.find_document, opened.meta, entry=entry, format=name)
+        if tokens[split].size < least:
+            raise UsageError(
+                f"{entry.key}: {tokens[split].file.path} has {tokens[split].size} tokens for split "
+                f"{split}{note}, but at least {least} are needed; add data or reduce "
+                "model.block_size" + (", or change data.val_share" if note else "")
+            )
+    tokens = {split: tokens[split] for split in splits or tokens}
+    return Source(tokens, opened.find_document, meta, entry=entry, format=name)
 
 
 def _format_of(entry: BlendEntry) -> str | None:
@@ -301,10 +316,7 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
             f"jaxgpt.prepare text --input {entry.path} --name NAME, then set data.dataset=NAME"
         )
     if name is None:
-        remedy = (
-            "give a folder with train.bin, val.bin and meta.json, a nanoGPT .bin file or a "
-            "Megatron prefix; python -m jaxgpt.prepare text --input FILE makes a folder from text"
-        )
+        remedy = _remedy(entry.path)
         if entry.key.startswith("data.dataset="):
             is_built_in = data.dataset in BUILT_IN
             made_by = data.dataset if is_built_in else f"text --name {data.dataset} --input FILE"
@@ -322,4 +334,28 @@ def _unreadable(entry: BlendEntry, error: OSError) -> UsageError:
     return UsageError(
         f"{entry.key}: {error.filename} cannot be read ({error.strerror}); ask its owner for "
         "permission, or give another path"
+    )
+
+
+def _remedy(path: Path) -> str:
+    """Return advice for a path without token data that can be opened."""
+    if (path / PARTS).is_dir():
+        return "its preparation was interrupted; run the same jaxgpt.prepare command again"
+    for suffix, kind in (".idx", "Megatron pairs"), (".bin", "token files"):
+        if found := sorted(path.glob(f"*{suffix}")):
+            each = [str(file.with_suffix("") if suffix == ".idx" else file) for file in found]
+            if len(each) == 1:
+                return f"give data.path={each[0]}"
+            return (
+                f"it has {len(each)} {kind}; give one of them, such as data.path={each[0]}, or "
+                "list them in a file, one `WEIGHT PATH` per line, and set data.file_list=FILE"
+            )
+    if path.is_dir() and any(path.iterdir()):
+        return (
+            f"to make token data from its text files, run python -m jaxgpt.prepare text --input "
+            f"{path} --name NAME, then set data.dataset=NAME"
+        )
+    return (
+        "give a folder with train.bin, val.bin and meta.json, a nanoGPT .bin file or a "
+        "Megatron prefix; python -m jaxgpt.prepare text --input FILE makes a folder from text"
     )

@@ -1,8 +1,8 @@
 """nanoGPT's files: flat arrays of token IDs, uint16 or uint32, little-endian.
 
-A folder has train.bin, val.bin and, if jaxgpt wrote it, meta.json. A single .bin file has no
-separate validation file. FILE.mask.bin next to FILE.bin is its loss mask, one byte per token:
-1 if the token counts as a target, 0 if not.
+A folder has train.bin, val.bin or test.bin and, if jaxgpt wrote it, meta.json. A single .bin file
+has no separate validation file. FILE.mask.bin next to FILE.bin is its loss mask, one byte per
+token: 1 if the token counts as a target, 0 if not.
 """
 
 from pathlib import Path
@@ -11,26 +11,32 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.source import SPLITS, OpenSource, read_meta
+from jaxgpt.data.source import ALL_SPLITS, OpenSource, read_meta
 from jaxgpt.data.token_file import TokenFile, Tokens
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder with train.bin, val.bin or both.
+    """Return whether `path` is a folder with the file of a split.
 
     Raises `OSError` if the folder may not be entered.
     """
-    return any((path / f"{split}.bin").is_file() for split in SPLITS)
+    return any((path / f"{split}.bin").is_file() for split in ALL_SPLITS)
 
 
 def open_folder(path: Path) -> OpenSource:
-    """Open train.bin and val.bin with their loss masks.
+    """Open the files of all splits, with their loss masks.
 
-    The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if a file is
-    missing or damaged, and `OSError` if one cannot be read.
+    The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if the file of
+    a split in meta.json is missing or a file is damaged, and `OSError` if one cannot be read.
     """
     meta = read_meta(path)
-    return OpenSource({s: _open(path / f"{s}.bin", meta) for s in SPLITS}, meta=meta)
+    files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
+    tokens = {
+        split: _open(file, meta)
+        for split, file in files.items()
+        if split in meta.get("tokens", {}) or file.is_file()
+    }
+    return OpenSource(tokens, meta=meta)
 
 
 def is_file(path: Path) -> bool:

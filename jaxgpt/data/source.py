@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError, read_json
 from jaxgpt.data.token_file import Tokens
 
-SPLITS = ("train", "val")
+SPLITS = ("train", "val")  # the splits that a run needs
+ALL_SPLITS = (*SPLITS, "test")
+PARTS = ".parts"  # subfolder of a dataset whose preparation is not complete
 SHAPE = {  # the expected structure of meta.json, for `read_json`
     "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
     "fingerprint?": str, "targets?": {str: int},
@@ -31,7 +33,8 @@ FindDocument = Callable[[int], Document]
 class OpenSource:
     """A source of tokens, as opened by a `Format`."""
 
-    # "train" and "val", or only "train" if its end is to be used for validation.
+    # The tokens of each split in `ALL_SPLITS` that the source has. If it has "train" but not "val",
+    # a run uses the end of "train" for validation.
     tokens: dict[str, Tokens]
     find_document: FindDocument | None = None  # None without a document index
     meta: dict[str, Any] = field(default_factory=dict)  # contents of meta.json

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxgpt.config import UsageError, check_shape, in_words, read_json
 from jaxgpt.data.source import read_meta
 
 FILE = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
 END_OF_TEXT = "<|endoftext|>"
 # Names to try, in this order, if no file names the end-of-text token. They are used by GPT-2 and
 # GPT-NeoX, Llama 3, Llama 2 and Gemma, respectively.
@@ -20,6 +22,7 @@ _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SHAPES = {  # the structure of the result of `to_meta`, for each type of tokenizer
     "char": {"characters": str},
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
+    "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
 _CONTEXT = 128  # characters to encode on each side of a split point, to verify it
 # Tokenizers split this text in different ways; `same_tokens` uses it to compare two of them.
@@ -140,16 +143,45 @@ class ByteTokenizer(Tokenizer):
         return {"type": "byte"}
 
 
-class HFTokenizer(Tokenizer):
-    """Tokenizer from a tokenizer.json, which the `tokenizers` package parses on first use.
+class FileTokenizer(Tokenizer):
+    """Tokenizer from a file, which a package parses on first use.
 
     Methods that need the package raise `UsageError` if it is not installed.
     """
+
+    kind: str  # the type in meta.json
+    file: str  # the file's name in the folder of a dataset or run
 
     def __init__(self, content: bytes, vocab_size: int, end_of_text: int | None):
         self.vocab_size = vocab_size
         self.end_of_text = end_of_text
         self._content = content
+
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        documents = np.split(tokens, np.flatnonzero(tokens == self.end_of_text))
+        texts = (self.decode(tokens[tokens != self.end_of_text]) for tokens in documents)
+        return sum(len(text.encode()) for text in texts)
+
+    def to_meta(self) -> dict[str, Any]:
+        return {
+            "type": self.kind,
+            "file": self.file,
+            "sha256": hashlib.sha256(self._content).hexdigest(),
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+        }
+
+    def save(self, directory: Path) -> None:
+        path = directory / self.file
+        # Do not overwrite an identical file, because it may be the only copy.
+        if not path.exists() or path.read_bytes() != self._content:
+            path.write_bytes(self._content)
+
+
+class HFTokenizer(FileTokenizer):
+    """Tokenizer from a tokenizer.json, with the `tokenizers` package."""
+
+    kind, file = "huggingface", FILE
 
     def encode(self, text: str) -> np.ndarray:
         try:
@@ -182,11 +214,6 @@ class HFTokenizer(Tokenizer):
         ids = [int(t) for t in tokens]
         return _parse(self._content).decode(ids, skip_special_tokens=False)
 
-    def count_bytes(self, tokens: np.ndarray) -> int:
-        documents = np.split(tokens, np.flatnonzero(tokens == self.end_of_text))
-        texts = (self.decode(tokens[tokens != self.end_of_text]) for tokens in documents)
-        return sum(len(text.encode()) for text in texts)
-
     def split_point(self, text: str) -> int:
         if _parse(self._content).pre_tokenizer is None:
             return 0  # without a pre-tokenizer, a token may span any position
@@ -200,20 +227,31 @@ class HFTokenizer(Tokenizer):
         parts = np.concatenate([self.encode(before), self.encode(after)])
         return at if np.array_equal(parts, self.encode(before + after)) else 0
 
-    def to_meta(self) -> dict[str, Any]:
-        return {
-            "type": "huggingface",
-            "file": FILE,
-            "sha256": hashlib.sha256(self._content).hexdigest(),
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-        }
 
-    def save(self, directory: Path) -> None:
-        path = directory / FILE
-        # Do not overwrite an identical file, because it may be the only copy.
-        if not path.exists() or path.read_bytes() != self._content:
-            path.write_bytes(self._content)
+class SentencePieceTokenizer(FileTokenizer):
+    """Tokenizer from a SentencePiece tokenizer.model, with the `sentencepiece` package."""
+
+    kind, file = "sentencepiece", SENTENCEPIECE
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(_load_model(self._content).encode(text), np.int64)
+
+    def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
+        if parse_special:
+            raise UsageError(
+                f"tokenizer {SENTENCEPIECE}: cannot encode the special tokens of a chat template; "
+                f"give the {FILE} of this tokenizer"
+            )
+        threads = int(os.environ.get("RAYON_NUM_THREADS", -1))  # as for the `tokenizers` package
+        found = _load_model(self._content).encode(list(texts), num_threads=threads)
+        return [np.array(ids, np.int64) for ids in found]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        # a padded vocabulary has larger IDs
+        return _load_model(self._content).decode([int(t) for t in tokens if t < self.vocab_size])
+
+    def split_point(self, text: str) -> int:
+        return 0  # a model may add a space before each text, and a piece may span any position
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
@@ -250,7 +288,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
             return CharTokenizer(meta["characters"])
         case "byte":
             return ByteTokenizer()
-        case "huggingface":
+        case "huggingface" | "sentencepiece":
             path = directory / meta["file"]
             try:
                 content = path.read_bytes() if path.is_file() else b""
@@ -261,23 +299,28 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
                     f"{path}: is missing, or is not the tokenizer the data was prepared with "
                     f"(SHA-256 {meta['sha256']}); copy it from where the data was prepared"
                 )
-            return HFTokenizer(content, meta["vocab_size"], meta["end_of_text"])
-    raise UsageError(f"tokenizer.type={kind} in meta.json: must be char, byte or huggingface")
+            made = HFTokenizer if kind == "huggingface" else SentencePieceTokenizer
+            return made(content, meta["vocab_size"], meta["end_of_text"])
+    raise UsageError(
+        f"tokenizer.type={kind} in meta.json: must be one of byte, {', '.join(SHAPES)}"
+    )
 
 
 def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
     """Load the tokenizer at a path given by the user.
 
     Args:
-        path: `byte`; the folder of a prepared dataset; a tokenizer.json or a folder that contains
-            one; or a folder with GPT-2's encoder.json and vocab.bpe (or vocab.json and merges.txt).
+        path: `byte`; the folder of a prepared dataset; a tokenizer.json, a SentencePiece .model or
+            a folder that contains one; or a folder with GPT-2's encoder.json and vocab.bpe (or
+            vocab.json and merges.txt).
         end_of_text: the name of the token between documents. The default is the `eos_token` in a
             tokenizer_config.json in the same folder, or else a common name for this token. If the
-            vocabulary lacks all of these, the result has no end-of-text token. Ignored for `byte`.
+            vocabulary lacks all of these, the result has no end-of-text token. A SentencePiece
+            model defines the default itself. Ignored for `byte`.
 
     Raises:
         UsageError: if the tokenizer at `path` is missing or invalid, if it lacks the given
-            `end_of_text`, or if the `tokenizers` package is needed but not installed.
+            `end_of_text`, or if a package is needed but not installed.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -286,6 +329,9 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         if end_of_text is None and (path / "meta.json").is_file():
             return tokenizer_from_meta(read_meta(path)["tokenizer"], path)
         file = path / FILE if path.is_dir() else path
+        model = path / SENTENCEPIECE if path.is_dir() else path
+        if model.suffix == ".model" and model.is_file() and not (path / FILE).is_file():
+            return _from_sentencepiece(model, end_of_text)
         content = file.read_bytes() if file.is_file() else _from_gpt2_files(path)
         ids = _parse(content).get_vocab(with_added_tokens=True)
         config, eos = file.parent / "tokenizer_config.json", end_of_text
@@ -298,13 +344,41 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         raise
     except Exception as error:  # `tokenizers` raises plain `Exception`
         raise UsageError(
-            f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE}, of "
-            "a folder with this file or with encoder.json and vocab.bpe, or `byte`"
+            f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE} or "
+            f"{SENTENCEPIECE}, of a folder with one of them or with encoder.json and vocab.bpe, or "
+            "`byte`"
         ) from None
     if end_of_text is not None and end_of_text not in ids:
         raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of a special token")
     mark = next((ids[name] for name in (eos, *_ENDS_OF_TEXT) if name in ids), None)
     return HFTokenizer(content, size, mark)
+
+
+def _from_sentencepiece(path: Path, end_of_text: str | None) -> SentencePieceTokenizer:
+    content = path.read_bytes()
+    if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", content):
+        raise UsageError(
+            f"tokenizer {path}: is a file for tiktoken, not for SentencePiece; give the model's "
+            f"{FILE}"
+        )
+    loaded = _load_model(content)
+    mark = loaded.eos_id() if end_of_text is None else loaded.piece_to_id(end_of_text)
+    if end_of_text is not None and loaded.id_to_piece(mark) != end_of_text:
+        raise UsageError(f"--eos {end_of_text}: is not a token of {path}; give the name of a piece")
+    return SentencePieceTokenizer(content, loaded.get_piece_size(), mark if mark >= 0 else None)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_model(content: bytes):
+    """Load the content of a SentencePiece model with the `sentencepiece` package."""
+    try:
+        import sentencepiece
+    except ImportError:
+        raise UsageError(
+            f"the `sentencepiece` package, which reads {SENTENCEPIECE}, is not installed; run "
+            "pip install 'jaxgpt[sentencepiece]' or pip install sentencepiece"
+        ) from None
+    return sentencepiece.SentencePieceProcessor(model_proto=content)
 
 
 def _from_gpt2_files(folder: Path) -> bytes:

@@ -6,13 +6,13 @@ import sysconfig
 import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 import numpy as np
 
 from jaxgpt.config import UsageError, in_words
 from jaxgpt.data.prepare.writer import write_dataset
-from jaxgpt.data.source import SPLITS
 from jaxgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
 TRAIN_SHARE = 0.9
@@ -35,91 +35,99 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
     `directory` cannot be written.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
-    from jaxgpt.data.prepare.text import Corpus, write_nanogpt
+    from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
+    from jaxgpt.data.prepare.json_lines import LineFormat
 
     with tempfile.TemporaryDirectory() as folder:
         if input_file is None:
             input_file = Path(folder) / "input.txt"
             input_file.write_bytes(_download_shakespeare())
-        corpus = Corpus([input_file], None, 1 - TRAIN_SHARE)
-        tokenizer, counts = write_nanogpt(corpus, directory, None, "Tiny Shakespeare")
+        corpus = Corpus([input_file], LineFormat(None, "char", None), 1 - TRAIN_SHARE)
+        tokenizer, tokens, *_ = write_nanogpt(corpus, directory, None, "Tiny Shakespeare")
     return [
-        f"length of dataset in characters: {counts['train'] + counts['val']:,}",
+        f"length of dataset in characters: {sum(tokens.values()):,}",
         "all the unique characters: " + "".join(tokenizer.characters),
-        *_summary(tokenizer, counts),
+        *_summary(tokenizer, tokens),
     ]
 
 
 def prepare_text(
     directory: Path,
     inputs: Sequence[Path],
-    tokenizer: str,
+    tokenizer: str | Tokenizer,
     *,
     json_key: str | None = None,
     chat_template: Path | None = None,
     val_share: float | None = None,
+    split: str | None = None,
     megatron: bool = False,
     end_of_text: str | None = None,
+    pool: Executor | None = None,
 ) -> list[str]:
-    """Prepare UTF-8 text files or JSON lines; return lines that describe the dataset.
+    """Prepare text, JSON lines and Parquet files; return lines that describe the dataset.
 
-    For text files, the last `val_share` of the characters is used for validation, as in nanoGPT.
-    For JSON lines, validation uses a share of the documents, chosen by a hash of their text.
+    If all files are text, the last `val_share` of the characters is used for validation, as in
+    nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text, or
+    the end of the tokens if there are few documents.
 
     Args:
         directory: folder to write the dataset to.
         inputs: files, or folders that contain them.
-        tokenizer: `char`, or a path that `load_tokenizer` accepts.
-        json_key: keys that hold the text in JSON lines; see `LineFormat.key`.
+        tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
+        json_key: keys that hold the text in JSON lines and Parquet files; see `LineFormat.key`.
         chat_template: file with a chat template; the default is the tokenizer's own template.
-        val_share: share of the data to use for validation; default 0.1 for text files and 0.01 for
-            JSON lines. Megatron data is not split.
-        megatron: write NAME_KEY_document.bin and .idx instead of train.bin and val.bin.
+        val_share: share of the data to use for validation; the defaults are in `corpus.py`.
+            Megatron data is not split.
+        split: puts all text into this split.
+        megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, as in `load_tokenizer`.
+        pool: processes that tokenize files; None tokenizes them one after another.
 
     Raises:
         UsageError: if an option or the input is invalid.
         OSError: if `directory` cannot be written.
     """
+    from jaxgpt.data.prepare.corpus import Corpus, write_megatron, write_nanogpt
+    from jaxgpt.data.prepare.files import find_files
     from jaxgpt.data.prepare.json_lines import LineFormat
-    from jaxgpt.data.prepare.text import Corpus, input_files, write_megatron, write_nanogpt
 
-    files, is_json = input_files(inputs)
-    encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
-    if chat_template and not is_json:
+    files = find_files(inputs)
+    name, encoder = str(tokenizer), tokenizer
+    if isinstance(tokenizer, str):
+        encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
+    corpus = Corpus(files, LineFormat(json_key, name, chat_template), val_share, split)
+    if chat_template and corpus.is_text:
         raise UsageError(
             f"--chat-template {chat_template}: is only for JSON lines with messages; leave it out"
         )
-    lines = LineFormat(json_key, tokenizer, chat_template) if is_json else None
     if megatron:
         if encoder is None or isinstance(encoder, CharTokenizer):
             raise UsageError(
                 f"--tokenizer {tokenizer}: --format megatron cannot store a character vocabulary; "
                 "use byte or a tokenizer.json"
             )
-        key = (is_json and json_key) or "text"
+        key = (not corpus.is_text and json_key) or "text"
         prefix = directory / f"{directory.name}_{key}_document"
-        counts = write_megatron(Corpus(files, lines, None), prefix, encoder)
+        made = write_megatron(corpus, prefix, encoder, pool)
         encoder.save(directory)
         home = "byte" if isinstance(encoder, ByteTokenizer) else directory
         said = [
             f"vocab size: {encoder.vocab_size:,}",
-            f"{counts['train']:,} tokens; train on them with data.path={prefix} "
+            f"{made.tokens['train']:,} tokens; train on them with data.path={prefix} "
             f"data.tokenizer={home}",
         ]
     else:
-        corpus = Corpus(files, lines, val_share or (0.01 if is_json else 1 - TRAIN_SHARE))
         source = ", ".join(path.name for path in inputs)
-        encoder, counts = write_nanogpt(corpus, directory, encoder, source)
-        said = _summary(encoder, counts)
+        made = write_nanogpt(corpus, directory, encoder, source, pool)
+        said = _summary(made.tokenizer, made.tokens)
         said += [
-            f"{split} has {counts[f'{split} targets']:,} targets that count toward the loss"
-            for split in SPLITS
-            if f"{split} targets" in counts
+            f"{split} has {targets:,} targets that count toward the loss"
+            for split, targets in made.targets.items()
         ]
-    mark = encoder.end_of_text
+        said.append(made.division)
+    mark = made.tokenizer.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
-    return [*said, f"documents: {counts['documents']:,}, with {between} between them"]
+    return [*said, f"documents: {made.documents:,}, with {between} between them"]
 
 
 def prepare_python(directory: Path) -> list[str]:
@@ -152,8 +160,7 @@ def prepare_python(directory: Path) -> list[str]:
 def _summary(tokenizer: Tokenizer, tokens: Mapping[str, int]) -> list[str]:
     return [
         f"vocab size: {tokenizer.vocab_size:,}",
-        f"train has {tokens['train']:,} tokens",
-        f"val has {tokens['val']:,} tokens",
+        *(f"{split} has {size:,} tokens" for split, size in tokens.items()),
     ]
 
 

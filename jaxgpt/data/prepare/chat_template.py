@@ -97,6 +97,12 @@ class ChatTemplate:
             ) from None
 
 
+def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
+    """Return the paths of tokenizer_config.json and of the template, which may not exist."""
+    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    return folder / "tokenizer_config.json", given or folder / FILE
+
+
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     """Return the template in the file `given`, else the tokenizer's own, else None.
 
@@ -107,9 +113,8 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     Raises:
         UsageError: if the template cannot be read or is invalid, or jinja2 is missing or too old.
     """
-    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     has_files = tokenizer not in ("char", "byte")
-    config_path, file = folder / "tokenizer_config.json", given or folder / FILE
+    config_path, file = template_files(tokenizer, given)
     try:
         config = read_json(config_path, {}) if has_files and config_path.is_file() else {}
         source, name = config.get("chat_template"), str(config_path)

@@ -1,4 +1,7 @@
-"""Read JSON lines. A line holds a text, a prompt and its completion, or a conversation."""
+"""Documents from JSON lines or rows of Parquet files.
+
+A line or row holds a text, a prompt and its completion, or a conversation.
+"""
 
 import json
 from collections.abc import Sequence
@@ -34,13 +37,18 @@ class LineDocument(NamedTuple):
 
 
 class LineReader:
-    """Reads the lines of a corpus, which must all be of the same kind."""
+    """Reads the lines or rows of a file, which must all be of the same kind."""
 
     def __init__(self, format_: LineFormat):
         self._format = format_
         self._keys = tuple(format_.key.split(",", 1)) if format_.key else None
         self._has_messages: bool | None = None  # set by the first line
         self._template: ChatTemplate | None = None
+
+    @property
+    def possible_keys(self) -> tuple[str, ...]:
+        """The keys that may hold the text."""
+        return self._keys or tuple(key for keys in KINDS for key in keys)
 
     def read(self, line: bytes, where: str) -> LineDocument:
         """Return the document in a line. `where` is its location, for error messages.
@@ -50,23 +58,38 @@ class LineReader:
                 previous lines, or if the chat template is missing, invalid or not needed.
         """
         try:
-            fields = self._fields(json.loads(line), where)
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._invalid(where, line, error) from None
+        return self.read_value(value, where, line)
+
+    def read_value(self, value: Any, where: str, shown: object = None) -> LineDocument:
+        """Return the document in a parsed line or in a row, as `read` does.
+
+        Error messages show the start of `shown`, or of `value` if that is None.
+        """
+        try:
+            fields = self._fields(value, where)
             if self._has_messages:
                 return self._conversation(fields[0], where)
             for text in fields:
                 text.encode()  # raises for a lone surrogate, which JSON allows but UTF-8 does not
         except UsageError:
             raise
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            keys = " and ".join(map(repr, self._keys or KINDS[0]))
-            raise UsageError(
-                f"{where} must be a JSON object with UTF-8 text under {keys}, not "
-                f"{line[:80]!r} ({type(error).__name__}); choose keys with --jsonl-key"
-            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._invalid(where, value if shown is None else shown, error) from None
         if len(fields) == 1:
             return LineDocument(*fields)
         prompt, completion = fields
         return LineDocument(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+
+    def _invalid(self, where: str, shown: object, error: Exception) -> UsageError:
+        keys = " and ".join(map(repr, self._keys or KINDS[0]))
+        start = repr(shown[:80]) if isinstance(shown, bytes) else repr(shown)[:80]
+        return UsageError(
+            f"{where} must be a JSON object with UTF-8 text under {keys}, not {start} "
+            f"({type(error).__name__}); choose keys with --jsonl-key"
+        )
 
     def _fields(self, value: Any, where: str) -> list[Any]:
         """Return a line's values for the keys. By default, the first line determines the keys."""

@@ -13,7 +13,7 @@ import numpy as np
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import CODES, HEADER, MAGIC, prefix_of
 from jaxgpt.data.nanogpt import mask_path
-from jaxgpt.data.source import SPLITS
+from jaxgpt.data.source import ALL_SPLITS, SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer
 
@@ -46,19 +46,21 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
-    """Yield a temporary folder for train.bin and val.bin, which the caller writes.
+    """Yield a temporary folder for the files SPLIT.bin, which the caller writes.
 
     Their dtype is `token_dtype(tokenizer.vocab_size)`. Each of them may have a loss mask at its
     `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files are
-    moved to `directory`, and old masks without a replacement are deleted. `source` describes the
-    origin of the text. Raises `OSError` if `directory` cannot be written.
+    moved to `directory`, and old splits and masks without a replacement are deleted. `source`
+    describes the origin of the text. Raises `OSError` if `directory` cannot be written.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
         dtype = token_dtype(tokenizer.vocab_size)
         splits, targets = {}, {}
-        for split in SPLITS:
+        for split in ALL_SPLITS:
             path, mask = scratch / f"{split}.bin", None
+            if not path.exists():
+                continue
             size = path.stat().st_size // dtype.itemsize
             if mask_path(path).exists():
                 mask = TokenFile(mask_path(path), np.dtype(np.uint8), size)
@@ -78,8 +80,12 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
             meta["targets"] = targets  # split -> number of tokens that count toward the loss
         tokenizer.save(scratch)
         (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    for split in {*SPLITS} - targets.keys():  # masks of the replaced dataset
-        mask_path(directory / f"{split}.bin").unlink(missing_ok=True)
+    for split in ALL_SPLITS:  # files of the replaced dataset
+        path = directory / f"{split}.bin"
+        if split not in targets:
+            mask_path(path).unlink(missing_ok=True)
+        if split not in splits:
+            path.unlink(missing_ok=True)
 
 
 def write_dataset(
@@ -108,7 +114,6 @@ def megatron_writer(
     ...     add([10])
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
-    code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
     lengths, unfinished = array("i"), 0  # tokens in each document, and in the unfinished one
 
     with scratch_folder(prefix.parent) as scratch:
@@ -127,10 +132,16 @@ def megatron_writer(
 
             yield add
         assert not unfinished, "the last document has not ended"
-        ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
-        with open(scratch / f"{prefix.name}.idx", "wb") as file:
-            file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
-            file.write(np.array(lengths, "<i4").data)
-            file.write(np.concatenate([[0], ends[:-1]]).astype("<i8")[: len(lengths)].data)
-            file.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+        write_index(scratch / f"{prefix.name}.idx", dtype, np.array(lengths, "<i4"))
         Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair the old index with new tokens
+
+
+def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
+    """Write a Megatron .idx file for documents of these lengths in tokens: int32, (documents,)."""
+    code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
+    ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, code, lengths.size, lengths.size + 1))
+        file.write(lengths.astype("<i4").data)
+        file.write(np.concatenate([[0], ends[:-1]]).astype("<i8")[: lengths.size].data)
+        file.write(np.arange(lengths.size + 1, dtype="<i8").data)

@@ -15,7 +15,7 @@ import pytest
 from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare import text
+from jaxgpt.data.prepare import files, text
 from jaxgpt.data.prepare import writer as publishing
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
@@ -25,7 +25,7 @@ from odd_texts import odd_text
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Small blocks and batches, so that files of a few KB need many of them."""
-    monkeypatch.setattr(text, "_BLOCK", 3000)
+    monkeypatch.setattr(files, "_BLOCK", 3000)
     monkeypatch.setattr(text, "_BATCH", 9000)
 
 
@@ -160,8 +160,12 @@ def test_megatrons_format_has_every_document_with_its_mark(tmp_path, small_block
         ("a.jsonl", b'["text"]', "line 1 must .* under 'text', not .*text"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: cannot be read"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read"),
-        ("a.jsonl", b"", "0 training tokens"),
-        ("a.txt", b"x" * 19, "17 training tokens and 2 validation tokens.*vocabulary of 1"),
+        ("a.jsonl", b"", "0 tokens for train and 0 tokens for val"),
+        (
+            "a.txt",
+            b"x" * 19,
+            "17 tokens for train and 2 tokens for val .*vocabulary of 1",
+        ),
     ],
     ids=lambda x: None if isinstance(x, str) else "",
 )
@@ -177,11 +181,11 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="--input .*no.txt: cannot be read"):
         prepare_text(tmp_path / "d", [tmp_path / "no.txt"], "char")
-    with pytest.raises(UsageError, match="empty: must be only text files .* or only JSON"):
+    with pytest.raises(UsageError, match="empty: contains no files named .txt, .*give the files"):
         prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
-    (tmp_path / "b.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match="prepare text and JSON lines separately"):
-        prepare_text(tmp_path / "d", [tmp_path], "char")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    with pytest.raises(UsageError, match="differ, because only one of them has prompts"):
+        prepare_text(tmp_path / "d", [tmp_path], "byte")
     for name, tokenizer in (("pipe.txt", "byte"), ("pipe.jsonl", "char")):
         os.mkfifo(tmp_path / name)
         with pytest.raises(
@@ -194,7 +198,13 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     ("options", "words"),
     [
         (["--workers", "0"], "--workers: 0: must be a whole number, at least 1"),
-        (["--val-share", "1"], "--val-share 1.0: must be between 0 and 1"),
+        (["--val-share", "1"], "--val-share 1.0: must be at least 0 and less than 1"),
+        (["--val-share", "0", "--split", "test"], "--val-share 0.0: cannot be used with --split"),
+        (["--split", "test"], "--split test: needs the tokenizer of the training data; give the"),
+        (
+            ["--split", "test", "--tokenizer", "byte", "--format", "megatron"],
+            "--split test: cannot be used with --format megatron",
+        ),
         (
             ["--val-share", "0.1", "--format", "megatron"],
             "--val-share 0.1: .*cannot be used with --format megatron",
@@ -202,10 +212,9 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
         (["--eos", "</s>", "--tokenizer", "byte"], "--eos </s>: needs a tokenizer.json, not byte"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, words, tmp_path):
+def test_options_that_cannot_be_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
-        arguments = prepare.parser().parse_args(["text", "--input", "a.txt", *options])
-        prepare.prepare(arguments, tmp_path / "d")
+        prepare.check_options(prepare.parser().parse_args(["text", "--input", "a.txt", *options]))
 
 
 @pytest.mark.parametrize("kind", ["nanogpt", "megatron"])

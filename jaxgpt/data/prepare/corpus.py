@@ -1,0 +1,215 @@
+"""Conversion of a corpus to a dataset of nanoGPT or Megatron-LM."""
+
+import itertools
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxgpt.config import UsageError
+from jaxgpt.data.prepare.files import TEXT, count_characters, kind
+from jaxgpt.data.prepare.json_lines import LineFormat
+from jaxgpt.data.prepare.parts import Part, join, parts_folder, write_parts
+from jaxgpt.data.prepare.text import InputFile, characters_of
+from jaxgpt.data.prepare.writer import new_dataset, scratch_folder, token_dtype, write_index
+from jaxgpt.data.source import SPLITS, read_meta
+from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
+
+TEXT_SHARE, DOCUMENT_SHARE = 0.1, 0.01  # default shares of text and of documents for validation
+FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE selects less than about ten
+_MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Input files, and how to divide them into splits."""
+
+    files: list[Path]
+    lines: LineFormat  # the format of JSON lines and of rows of Parquet files
+    val_share: float | None = None  # None uses a default
+    split: str | None = None  # puts all text into this split; None divides it
+
+    @property
+    def is_text(self) -> bool:
+        """True if all files are text files."""
+        return all(kind(path) is TEXT for path in self.files)
+
+    def divided(self, pool: Executor | None) -> list[InputFile]:
+        """Return the files with their part of the division.
+
+        Text files are divided at a character. In a corpus with other files, documents are drawn.
+        """
+        if self.split is not None:
+            return [InputFile(path, self.lines) for path in self.files]
+        if not self.is_text:
+            share = self.val_share or DOCUMENT_SHARE
+            return [InputFile(path, self.lines, val_share=share) for path in self.files]
+        sizes = list((pool.map if pool else map)(count_characters, self.files))
+        n_train = int(sum(sizes) * (1 - (self.val_share or TEXT_SHARE)))
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            InputFile(path, self.lines, n_train=min(max(0, n_train - start), size))
+            for path, start, size in zip(self.files, starts, sizes, strict=False)
+        ]
+
+
+class Prepared(NamedTuple):
+    """A dataset that was written."""
+
+    tokenizer: Tokenizer
+    tokens: dict[str, int]  # number of tokens in each split
+    targets: dict[str, int]  # number of targets in each split; empty without a loss mask
+    documents: int
+    division: str  # how the text was divided into splits
+
+
+class _Division(NamedTuple):
+    """The parts of the splits, after the files were tokenized."""
+
+    joined: dict[str, tuple[str, ...]]  # for each split, the splits of the parts that form it
+    cut: float | None  # share of "train" to move to "val"
+    description: str
+
+
+def write_nanogpt(
+    corpus: Corpus,
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    source: str,
+    pool: Executor | None = None,
+) -> Prepared:
+    """Write SPLIT.bin and meta.json, with an end-of-text token between documents.
+
+    Documents with answers also get a loss mask. If `tokenizer` is None, each distinct character
+    becomes a token. `source` describes the origin of the text. The files do not depend on `pool`,
+    whose processes tokenize different files at the same time.
+
+    Raises:
+        UsageError: if the input cannot be read or encoded, or has too few tokens.
+    """
+    pipe = next((path for path in corpus.files if not path.is_file()), None)
+    counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
+    if pipe and (tokenizer is None or counts_text):
+        raise UsageError(
+            f"--input {pipe}: is not a regular file, but text files (and JSON lines with "
+            "--tokenizer char) are read twice; write it to a regular file first"
+        )
+    if tokenizer is None:
+        files = [InputFile(path, corpus.lines) for path in corpus.files]
+        tokenizer = CharTokenizer(set().union(*(pool.map if pool else map)(characters_of, files)))
+    dtype = token_dtype(tokenizer.vocab_size)
+    with parts_folder(directory) as folder:
+        parts = write_parts(corpus.divided(pool), tokenizer, dtype, folder, pool)
+        division = _divide(corpus, parts)
+        spare = {  # no end-of-text token follows the last document of a split
+            split: int(tokenizer.end_of_text is not None and _has_ended(parts, names))
+            for split, names in division.joined.items()
+        }
+        tokens = {
+            split: max(0, _count(parts, names) - spare[split])
+            for split, names in division.joined.items()
+        }
+        if division.cut is not None:
+            whole = tokens["train"]
+            tokens["train"] = int(whole * (1 - division.cut))
+            tokens["val"] = whole - tokens["train"]
+        if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
+            shutil.rmtree(folder)  # the user must change the input or the division
+            raise UsageError(
+                f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
+                f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"
+                + ("" if corpus.split else " or change --val-share")
+            )
+        with new_dataset(directory, tokenizer, source) as scratch:
+            for suffix, size in ((".bin", dtype.itemsize), (".mask.bin", 1)):
+                if suffix == ".mask.bin" and not any(part.has_mask for part in parts):
+                    continue
+                for split, names in division.joined.items():
+                    path = scratch / f"{split}{suffix}"
+                    join(parts, names, suffix, path)
+                    os.truncate(path, path.stat().st_size - spare[split] * size)
+                if division.cut is not None:
+                    start = tokens["train"] * size
+                    _move_tail(scratch / f"train{suffix}", scratch / f"val{suffix}", start)
+    documents = sum(part.documents for part in parts)
+    targets = read_meta(directory).get("targets", {})
+    return Prepared(tokenizer, tokens, targets, documents, division.description)
+
+
+def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
+    """Decide on the splits of a dataset, given the parts of `Corpus.divided`."""
+    if corpus.split is not None:
+        rest = "; runs validate on its end (data.val_share)" if corpus.split == "train" else ""
+        said = f"all text is in {corpus.split}.bin{rest}"
+        return _Division({corpus.split: ("train",)}, None, said)
+    separate = {split: (split,) for split in SPLITS}
+    if corpus.is_text:
+        share = corpus.val_share or TEXT_SHARE
+        return _Division(separate, None, f"validation: the last {100 * share:g}% of the text")
+    documents = sum(part.documents for part in parts)
+    is_few = corpus.val_share is None and documents < FEW_DOCUMENTS
+    if is_few or any(_count(parts, names) == 0 for names in separate.values()):
+        share = corpus.val_share or TEXT_SHARE
+        return _Division(
+            {"train": SPLITS}, share,
+            f"validation: the last {100 * share:g}% of the tokens, cut within a document, because "
+            f"there are only {documents:,} documents",
+        )  # fmt: skip
+    share = corpus.val_share or DOCUMENT_SHARE
+    drawn = f"validation: {100 * share:g}% of the documents, drawn by a hash of their text"
+    return _Division(separate, None, drawn)
+
+
+def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
+    """Return the number of tokens in splits of the parts."""
+    return sum(part.tokens.get(split, 0) for part in parts for split in splits)
+
+
+def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
+    """Return whether a document ends where the joined splits of the parts end."""
+    ends = [part.ends[split] for part in parts for split in splits if split in part.ends]
+    return bool(ends and ends[-1])
+
+
+def _move_tail(path: Path, tail: Path, start: int) -> None:
+    """Move the bytes of a file from `start` on to a new file."""
+    with open(path, "r+b") as source, open(tail, "wb") as target:
+        source.seek(start)
+        shutil.copyfileobj(source, target, 1 << 24)
+        source.truncate(start)
+
+
+def write_megatron(
+    corpus: Corpus, prefix: Path, tokenizer: Tokenizer, pool: Executor | None = None
+) -> Prepared:
+    """Write PREFIX.bin and PREFIX.idx, with an end-of-text token after each document.
+
+    Raises:
+        UsageError: if the input cannot be read, is empty or needs a loss mask.
+    """
+    dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
+    files = [InputFile(path, corpus.lines) for path in corpus.files]
+    with parts_folder(prefix.parent) as folder:
+        parts = write_parts(files, tokenizer, dtype, folder, pool)
+        tokens = {"train": _count(parts, ["train"])}
+        if tokens["train"] == 0:
+            shutil.rmtree(folder)
+            raise UsageError("--input: contains no text; give other files")
+        if any(part.has_mask for part in parts):
+            shutil.rmtree(folder)
+            raise UsageError(
+                "--format megatron: cannot store the loss mask of prompts and messages; use "
+                "--format nanogpt"
+            )
+        with scratch_folder(prefix.parent) as scratch:
+            join(parts, ["train"], ".bin", scratch / f"{prefix.name}.bin")
+            lengths = [np.fromfile(part.folder / "lengths.bin", "<i4") for part in parts]
+            write_index(scratch / f"{prefix.name}.idx", dtype, np.concatenate(lengths))
+            Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair it with new tokens
+    documents = sum(part.documents for part in parts)
+    return Prepared(tokenizer, tokens, {}, documents, "")

@@ -1,0 +1,166 @@
+"""Input files: finding them, and reading their text, JSON lines or rows."""
+
+import codecs
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from jaxgpt.config import UsageError, in_words
+
+TEXT = (".txt", ".text", ".md")
+JSON = (".jsonl", ".ndjson", ".json")
+PARQUET = (".parquet",)
+_BLOCK = 1 << 16  # number of bytes of a text file to read (and usually encode) at once
+
+Advance = Callable[[int], object]  # called with the number of bytes that were read
+
+
+def kind(path: Path) -> tuple[str, ...]:
+    """Return the suffixes of a file's kind: `JSON`, `PARQUET` or, for any other suffix, `TEXT`."""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    return next((found for found in (JSON, PARQUET) if suffix in found), TEXT)
+
+
+def find_files(inputs: Iterable[Path]) -> list[Path]:
+    """Return the files to read, with folders replaced by the files in them.
+
+    Raises:
+        UsageError: if a path does not exist, a folder has no suitable files, or a file is
+            compressed with zstd.
+    """
+    files = []
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if _belongs(p) and p.is_file())
+            if not found:
+                suffixes = ", ".join(TEXT + JSON[:2] + PARQUET)
+                raise UsageError(
+                    f"--input {path}: contains no files named {suffixes} (also .gz); give the "
+                    "files themselves, which may have any name"
+                )
+            files += found
+        elif path.exists():
+            files.append(path)
+        else:
+            raise UsageError(f"--input {path}: cannot be read (no such file)")
+    if packed := [path for path in files if path.suffix == ".zst"]:
+        raise UsageError(f"--input {packed[0]}: zstd is not supported; decompress it with zstd -d")
+    return files
+
+
+def _belongs(path: Path) -> bool:
+    """Return whether a file in an input folder is part of the corpus."""
+    name = path.name.lower()
+    # An uncompressed .json file is more likely to hold metadata than lines of documents.
+    return name.removesuffix(".gz").endswith((*TEXT, *JSON[:2], *PARQUET, ".zst")) or (
+        name.endswith(".json.gz")
+    )
+
+
+class _CountingFile(io.FileIO):
+    """A file that reports the number of bytes that were read."""
+
+    def __init__(self, path: Path, advance: Advance):
+        super().__init__(path)
+        self._advance = advance
+
+    def readinto(self, buffer):
+        size = super().readinto(buffer)
+        self._advance(size)
+        return size
+
+
+@contextlib.contextmanager
+def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
+    """Open a file for reading, and decompress it if its name ends in .gz."""
+    try:
+        with io.BufferedReader(_CountingFile(path, advance)) as file:
+            if path.suffix.lower() == ".gz":
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    yield unpacked
+            else:
+                yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"--input {path}: cannot be read ({in_words(error)})") from None
+
+
+def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]:
+    """Yield the text of a file in blocks, without splitting a character.
+
+    Raises `UsageError` if the file cannot be read or is not UTF-8.
+    """
+    decoder, start, block = codecs.getincrementaldecoder("utf-8")(), 0, b"."
+    with open_file(path, advance) as stream:
+        while block:
+            block = stream.read(_BLOCK)
+            waiting = len(decoder.getstate()[0])  # bytes of an incomplete character
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"--input {path}: is not UTF-8 text at byte {start - waiting + error.start} "
+                    f"({error.reason}); convert it with iconv"
+                ) from None
+            start += len(block)
+
+
+def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) of the lines of a file that are not blank; numbers start at 1.
+
+    Raises `UsageError` if the file cannot be read.
+    """
+    with open_file(path, advance) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield number, line
+
+
+def read_rows(
+    path: Path, columns: Iterable[str], advance: Advance
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, values by column) of the rows of a Parquet file; numbers start at 1.
+
+    Only `columns` are read, and columns that the file does not have are left out.
+
+    Raises:
+        UsageError: if the file cannot be read or has none of the columns, or if pyarrow is not
+            installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(
+            f"--input {path}: reading Parquet files needs pyarrow; run pip install "
+            "'jaxgpt[parquet]' or pip install pyarrow"
+        ) from None
+    if path.suffix.lower() == ".gz":
+        raise UsageError(f"--input {path}: Parquet cannot be read through gzip; run gunzip first")
+    try:
+        with (
+            io.BufferedReader(_CountingFile(path, advance)) as raw,
+            pyarrow.parquet.ParquetFile(raw) as file,
+        ):
+            names = file.schema_arrow.names
+            wanted = [name for name in columns if name in names]
+            if not wanted:
+                raise UsageError(
+                    f"--input {path}: has the columns {', '.join(names)}; choose the column of the "
+                    "text with --jsonl-key NAME"
+                )
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UsageError(f"--input {path}: cannot be read as Parquet ({in_words(error)})") from None
+
+
+def count_characters(path: Path) -> int:
+    """Return the number of characters in a text file."""
+    return sum(map(len, read_text(path)))

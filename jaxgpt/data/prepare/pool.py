@@ -1,0 +1,62 @@
+"""The processes of an MPI job, as workers that tokenize files."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from jaxgpt.cluster.environment import find_launch
+from jaxgpt.cluster.hardware import own_cpus
+from jaxgpt.cluster.process_group import start_mpi
+from jaxgpt.config import UsageError
+
+
+class Workers(NamedTuple):
+    """The role of a process in the job."""
+
+    is_main: bool
+    pool: Executor | None  # the other processes; None in the others, or if there are no others
+
+
+@contextlib.contextmanager
+def job_workers(threads: int | None) -> Iterator[Workers]:
+    """Connect the processes of a job: process 0 gets a pool, and the others work until it ends.
+
+    In the other processes, the block starts when their work is done. The `tokenizers` package uses
+    `threads` threads in each process; None divides the CPUs of a host among its processes.
+
+    Raises:
+        UsageError: if several processes were started without MPI, or MPI cannot be used.
+    """
+    launch = find_launch(os.environ)
+    if launch.through == "tcp":
+        raise UsageError(
+            f"{launch.variable}: several processes need MPI to prepare data together; start "
+            "jaxgpt.prepare with mpiexec, or start one process"
+        )
+    world = None
+    if launch.through == "mpi":
+        start_mpi(launch, for_threads=True)
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+    if world is None or world.size == 1:
+        _use_threads(threads or len(own_cpus()))
+        yield Workers(True, None)
+        return
+    from mpi4py.futures import MPICommExecutor
+
+    # A process in the middle of a file cannot end the pool, so stop all of them at once.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    host = world.Split_type(MPI.COMM_TYPE_SHARED)
+    cpus = set().union(*host.allgather(own_cpus()))  # the processes of a host may share its CPUs
+    _use_threads(threads or max(1, len(cpus) // host.size))
+    with MPICommExecutor(world, root=0) as pool:
+        yield Workers(world.rank == 0, pool)
+
+
+def _use_threads(number: int) -> None:
+    os.environ["RAYON_NUM_THREADS"] = str(number)
