@@ -2,28 +2,36 @@
 
 `python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once and prints
 nats per token, perplexity and bits per byte. If the data has a loss mask, only tokens with a weight
-above 0 count. To evaluate on data other than the run's, add settings such as data.path=DIR.
+above 0 count. To evaluate on data other than the run's, add --input FILE for text, or settings such
+as data.path=DIR for token files.
 
 `python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` runs
 EleutherAI's lm_eval with all its options.
 """
 
 import argparse
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, UsageError, is_help, whole_number
-from jaxgpt.data.source import SPLITS
-from jaxgpt.evaluate.model import Model, find_trained, run_folder
-from jaxgpt.evaluate.split import Loss, Split, corpus_losses, open_split, sum_losses
+from jaxgpt.config import CommandParser, UsageError, file_path, is_help, whole_number
+from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
+from jaxgpt.data.prepare.files import find_files
+from jaxgpt.data.prepare.json_lines import LineFormat
+from jaxgpt.data.source import ALL_SPLITS
+from jaxgpt.data.tokenizers import load_tokenizer
+from jaxgpt.evaluate.model import Model, find_trained, host_folder, run_folder
+from jaxgpt.evaluate.split import ALL, Loss, Split, corpus_losses, open_split, sum_losses
 from jaxgpt.tracking.jsonl import json_line
 
 LM_EVAL = "lm-eval"
+SOURCES = ("data.dataset", "data.path", "data.blend", "data.file_list")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -40,7 +48,12 @@ def parser() -> CommandParser:
     )  # fmt: skip
     step = whole_number(least=0)
     out.add_argument("--step", type=step, metavar="N", help="checkpoint; default the newest")
-    out.add_argument("--split", choices=SPLITS, default="val", help="split to use; default val")
+    about = "split to use, or all tokens; default val, or all with --input"
+    out.add_argument("--split", choices=(*ALL_SPLITS, ALL), help=about)
+    about = "text, JSON lines or Parquet files to tokenize with the run's tokenizer and evaluate on"
+    out.add_argument("--input", type=file_path, nargs="+", action="extend", help=about)
+    about = "key or column of the text, as for jaxgpt.prepare"
+    out.add_argument("--jsonl-key", metavar="KEY", help=about)
     out.add_argument("--dataset", metavar="NAME", help="a prepared dataset; default the run's")
     out.add_argument(
         "--stride", type=number, metavar="N",
@@ -93,6 +106,41 @@ def run_lm_eval(argv: list[str]) -> None:
     cli_evaluate()
 
 
+@contextlib.contextmanager
+def input_folder(
+    arguments: argparse.Namespace, settings: list[str], run: Path, cluster: ProcessGroup
+) -> Iterator[list[str]]:
+    """Yield the settings, with data.path set to a temporary folder of tokens for --input.
+
+    All processes must call this. The first process of each host tokenizes the text with the run's
+    tokenizer or data.tokenizer. Raises `UsageError` if the tokenizer is unknown or the text cannot
+    be tokenized.
+    """
+    if arguments.input is None:
+        yield settings
+        return
+
+    def tokenize(folder: Path) -> None:
+        trained = find_trained(run, arguments.step, settings=settings)
+        given, tokenizer = trained.config.data.tokenizer, trained.tokenizer
+        if given is not None:
+            tokenizer = load_tokenizer(given)
+        if tokenizer is None:
+            raise UsageError(
+                f"--input: the tokenizer of {arguments.run} is unknown; set data.tokenizer=FOLDER"
+            )
+        lines = LineFormat(arguments.jsonl_key, str(given or run), None)
+        corpus = Corpus(find_files(arguments.input), lines, split="test")
+        source = ", ".join(path.name for path in arguments.input)
+        write_nanogpt(corpus, folder, tokenizer, source)
+
+    given = [word for word in settings if word.lstrip("-").startswith(SOURCES)]
+    if given:
+        raise UsageError(f"--input: cannot be combined with {given[0]}; leave one of them out")
+    with host_folder("input", tokenize, cluster) as folder:
+        yield [*settings, f"data.path={folder}"]
+
+
 def evaluate(
     folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
@@ -102,18 +150,20 @@ def evaluate(
     and `settings` are data settings. Raises `UsageError` if the checkpoint, the mesh, the data or
     an option cannot be used.
     """
-    trained = cluster.run_on_all(
-        find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
-        arguments.block_size,
-    )  # fmt: skip
-    split = cluster.run_on_all(open_split, trained, arguments.split, arguments.stride)
-    n_bytes = cluster.broadcast(
-        cluster.run_on_all(lambda: split.count_bytes() if cluster.is_main else None)
-    )
-    if cluster.is_main and split.warnings:
-        print(*split.warnings, sep="\n", file=sys.stderr)
-    model = Model(split.trained, arguments.batch, cluster)
-    return loss_record(model, split, corpus_losses(model, split, n_bytes))
+    with input_folder(arguments, settings, folder, cluster) as settings:
+        trained = cluster.run_on_all(
+            find_trained, folder, arguments.step, arguments.mesh, arguments.dtype, settings,
+            arguments.block_size,
+        )  # fmt: skip
+        name = arguments.split or ("val" if arguments.input is None else ALL)
+        split = cluster.run_on_all(open_split, trained, name, arguments.stride)
+        n_bytes = cluster.broadcast(
+            cluster.run_on_all(lambda: split.count_bytes() if cluster.is_main else None)
+        )
+        if cluster.is_main and split.warnings:
+            print(*split.warnings, sep="\n", file=sys.stderr)
+        model = Model(split.trained, arguments.batch, cluster)
+        return loss_record(model, split, corpus_losses(model, split, n_bytes))
 
 
 def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str, Any]:

@@ -67,19 +67,33 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
             return
         where = f"{TRANSFORMERS}{given}"
     source = transformers_folder(where)
+
+    def convert(folder: Path) -> None:
+        convert_in_subprocess(source, folder, where)
+
+    with host_folder("weights", convert, cluster) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
+    """Yield a temporary folder `name` that the first process of each host creates with `write`.
+
+    Each host has its own, because hosts may not share temporary folders. All processes must call
+    this. Raises `UsageError` on all of them if `write` raises one.
+    """
     with contextlib.ExitStack() as at_end:
 
-        def convert() -> str | None:
+        def make() -> str | None:
             if cluster.local_rank > 0:
                 return None
-            made = tempfile.TemporaryDirectory(prefix="jaxgpt-weights-", ignore_cleanup_errors=True)
+            made = tempfile.TemporaryDirectory(prefix="jaxgpt-", ignore_cleanup_errors=True)
             folder = at_end.enter_context(made)
-            convert_in_subprocess(source, Path(folder, "weights"), where)
+            write(Path(folder, name))
             return folder
 
-        # One folder for each host, because hosts may not share temporary folders.
-        folders = cluster.allgather(cluster.run_on_all(convert))
-        yield Path(folders[cluster.hosts[cluster.rank]], "weights")
+        folders = cluster.allgather(cluster.run_on_all(make))
+        yield Path(folders[cluster.hosts[cluster.rank]], name)
 
 
 def find_trained(

@@ -21,6 +21,7 @@ from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
 ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; its tokenizer is compared later
+ALL = "all"  # the name of all splits together
 CHUNK_TOKENS = 2**20  # tokens to read and check at a time
 
 
@@ -88,19 +89,24 @@ class Split:
     """An opened split of a dataset, and its division into rows."""
 
     dataset: Dataset
-    name: str
+    name: str  # of a split, or `ALL`
     trained: Trained  # its config has the end-of-text token of this data, for data.document_mask
     tokenizer: Tokenizer | None
-    windows: tuple[Windows, ...]  # one for each source
+    windows: tuple[Windows, ...]  # one for each text
     warnings: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[Tokens]:
-        """The tokens of each source in this split."""
-        return [source.tokens[self.name] for source in self.dataset.sources]
+        """The token sequences to score: one for each source, or for each split of a source."""
+        return [tokens for source in self.dataset.sources for tokens in source.tokens.values()]
+
+    @property
+    def corpora(self) -> list[str]:
+        """The corpus of each text."""
+        return [s.entry.corpus for s in self.dataset.sources for _ in s.tokens]
 
     def count_bytes(self) -> list[int | None]:
-        """Return the number of UTF-8 bytes in the predicted tokens of each source.
+        """Return the number of UTF-8 bytes in the predicted tokens of each text.
 
         Only tokens that count toward the loss are included. The number is None if the tokenizer is
         unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, or a
@@ -130,20 +136,20 @@ class Split:
             )
 
     def rows(self) -> Rows:
-        """Return the rows of all sources, one source after another."""
+        """Return the rows of all texts, one text after another."""
         firsts = list(itertools.accumulate(map(len, self.windows), initial=0))
         texts = self.texts
 
         def read(row: int) -> np.ndarray:
-            source = bisect.bisect_right(firsts, row, hi=len(texts)) - 1
-            wanted = self.windows[source].tokens(row - firsts[source])
-            return texts[source].read(wanted.start, len(wanted))
+            text = bisect.bisect_right(firsts, row, hi=len(texts)) - 1
+            wanted = self.windows[text].tokens(row - firsts[text])
+            return texts[text].read(wanted.start, len(wanted))
 
         return Rows(firsts[-1], self.windows[0].block_size, read)
 
 
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
-    """Open a split of the data in `trained.config`.
+    """Open a split of the data in `trained.config`, or all its tokens if `name` is `ALL`.
 
     `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
     Raises `UsageError` if the data is missing or damaged, its tokenizer differs from the model's
@@ -155,18 +161,18 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
         raise UsageError(f"--stride={stride}: must be at most {T}, the length of a row")
     if trained.data == "none":
         raise UsageError(
-            "--dataset: is required, because imported weights have no data; give --dataset NAME "
-            "or data.path=DIR"
+            "--dataset: is required, because imported weights have no data; give --dataset NAME, "
+            "data.path=DIR or --input FILE"
         )
     any_model = dataclasses.replace(config.model, vocab_size=ANY_VOCABULARY, block_size=1)
-    dataset = open_dataset(config.data, any_model)
+    dataset = open_dataset(config.data, any_model, None if name == ALL else [name])
     warnings = _compare_tokenizers(trained, dataset)
     tokenizer = dataset.tokenizer or trained.tokenizer
     known = dataclasses.replace(dataset, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
     trained = dataclasses.replace(trained, config=with_vocabulary(config, known))
-    sizes = [s.tokens[name].size for s in dataset.sources]
-    windows = tuple(Windows(size, T, stride or T) for size in sizes)
-    return Split(dataset, name, trained, tokenizer, windows, warnings)
+    split = Split(dataset, name, trained, tokenizer, (), warnings)
+    windows = tuple(Windows(text.size, T, stride or T) for text in split.texts)
+    return dataclasses.replace(split, windows=windows)
 
 
 def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
@@ -228,8 +234,10 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)
-    for source, windows, size in zip(split.dataset.sources, split.windows, n_bytes, strict=True):
-        row_sums, n_tokens, text = [], 0, source.tokens[split.name]
+    for corpus, text, windows, size in zip(
+        split.corpora, split.texts, split.windows, n_bytes, strict=True
+    ):
+        row_sums, n_tokens = [], 0
         for row in range(len(windows)):
             (losses,) = next(scores)
             tokens, predicted = windows.tokens(row), windows.predicted(row)
@@ -237,7 +245,7 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
             row_sums.append(float(counted.sum(dtype=np.float64)))
             n_tokens += counted.size
         total = Loss(math.fsum(row_sums), n_tokens, size)
-        found[source.entry.corpus].append(total)
+        found[corpus].append(total)
     assert next(scores, None) is None
     return {name: sum_losses(losses) for name, losses in found.items()}
 

@@ -89,7 +89,19 @@ def refused(capsys, *words):
             ("--run", "{home}/run", "--block-size", 8, "--stride", 9),
             "--stride=9: must be at most 8, the length of a row",
         ),
-        (("--run", "{home}/run", "--split", "test"), "--split: invalid choice: 'test'"),
+        (
+            ("--run", "{home}/run", "--split", "test"),
+            "has no split test, but only train, val; give",
+        ),
+        (
+            ("--run", "{home}/run", "--input", "{home}/a.txt", "--dataset", "byte"),
+            "--input: cannot be combined with data.dataset=byte; leave one of them out",
+        ),
+        (
+            ("--run", "{home}/bare_run", "--input", "{home}/a.txt"),
+            "--input: the tokenizer of {home}/bare_run is unknown; set data.tokenizer=FOLDER",
+        ),
+        (("--run", "{home}/run", "--input", "{home}/no.txt"), "no.txt: cannot be read (no such"),
         (("--run", "{home}/run", "--mesh", "1,1,3"), "parallel.mesh=1,1,3: tensor=3 does not"),
         (
             ("--run", "{home}/split_run", "--mesh", "1,1,4", "--block-size", 6),

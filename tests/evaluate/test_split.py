@@ -55,6 +55,33 @@ def test_a_loss_is_that_of_a_plain_loop_over_windows(run, data, stride):
     assert found["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
 
 
+def test_files_that_were_never_split_are_scored_as_a_whole(run, tmp_path):
+    texts = ["To be, or not to be: " * 20, "that is the question. " * 9]
+    for name, text in zip(("a.txt", "b.txt"), texts, strict=True):
+        (tmp_path / name).write_text(text)
+    tokens = np.frombuffer("\0".join(texts).encode(), np.uint8).astype(np.int64)
+    losses = reference_losses(reference_logits(run, find_trained(run).config), tokens, BLOCK, BLOCK)
+    found = evaluated("--run", run, "--input", tmp_path / "a.txt", tmp_path / "b.txt")
+    assert (found["split"], found["tokens"]) == ("all", losses.size)
+    assert found["loss"] == pytest.approx(losses.mean(), abs=1e-6)
+    prepare_text(tmp_path / "d", [tmp_path / "a.txt", tmp_path / "b.txt"], "byte", split="test")
+    again = evaluated("--run", run, f"data.path={tmp_path / 'd'}", "--split", "test")
+    assert (again["loss"], again["tokens"]) == (found["loss"], found["tokens"])
+
+
+def test_all_splits_are_scored_one_after_another(run, data):
+    """A run needs no training split to be evaluated on the others."""
+    parts = [evaluated("--run", run, "--split", split) for split in ("train", "val")]
+    found = evaluated("--run", run, "--split", "all")
+    assert found["tokens"] == sum(part["tokens"] for part in parts)
+    nats = sum(part["loss"] * part["tokens"] for part in parts)
+    assert found["loss"] == pytest.approx(nats / found["tokens"], rel=1e-9)
+    (data.parent / "only").mkdir()
+    (data.parent / "only" / "val.bin").write_bytes((data / "val.bin").read_bytes())
+    alone = evaluated("--run", run, f"data.path={data.parent / 'only'}")
+    assert alone["loss"] == parts[1]["loss"]
+
+
 @pytest.mark.parametrize("option", [(), ("--stride", 5)])
 def test_a_context_may_be_shorter_than_the_model_s(run, data, option):
     losses = reference_losses(
