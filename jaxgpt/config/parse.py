@@ -110,9 +110,9 @@ def parse_args(
             `data.accept_changes` and `checkpoint.resume` are ignored, too.
         prog: The name of the command in the text of `--help` and in corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options found in
-            the former, by name. They take precedence over the defaults, but not over the settings
-            of `--config`, of the run directory or of the command line. Called only if
-            train.init_from is set.
+            the former, by name. They take precedence over the defaults and over a preset, except
+            that a preset can reduce model.block_size. They do not take precedence over the user's
+            YAML file, the run directory or the command line. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             It is called if the directory has no readable config.yaml.
         choices: Allowed values of keys such as `optimizer.name`, which higher layers define, and
@@ -141,8 +141,9 @@ def parse_args(
     model = {}
     if initial_model is not None and not line.problems:
         model = _initial_model(initial_model, {**values, **given})
-        if model and "config" not in given and is_preset:  # tiny is only a fallback
-            values = {key: words for key, words in values.items() if not key.startswith("model.")}
+        if model and is_preset:  # the weights replace its model
+            kept = _kept_of_preset(values, model) if "config" in given else set()
+            values = {k: v for k, v in values.items() if k in kept or not k.startswith("model.")}
 
     def build(given: Words) -> Config:
         config = _build({"config": ["tiny"], **model, **values, **given})
@@ -374,6 +375,15 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
     validate(Config().replace(train__init_from=config.train.init_from))
     options = model_of(config.train.init_from, config.out)
     return _flatten({"model": options}, f"train.init_from={config.train.init_from}")
+
+
+def _kept_of_preset(values: Words, model: Words) -> set[str]:
+    """Return the model settings of a preset that do not give way to those of the weights."""
+    kept = {key for key in values if key not in model}  # such as model.dropout
+    key = "model.block_size"
+    if key in values and int(values[key][0]) <= int(model[key][0]):
+        kept.add(key)
+    return kept
 
 
 class _Loader(yaml.SafeLoader):

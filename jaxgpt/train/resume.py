@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.tokenizers import HFTokenizer, same_tokens, tokenizer_from_meta
+from jaxgpt.data.tokenizers import FileTokenizer, same_tokens, tokenizer_from_meta
+from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
@@ -152,6 +154,27 @@ def _check_data(
     return [f"warning: {what}; accepted by data.accept_changes"]
 
 
+def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
+    """Return a log line about the learning rate if the run is longer than its decay."""
+    optimizer, end = config.optimizer, config.train.max_iters
+    last = optimizer.lr_decay_iters
+    if optimizer.schedule == "constant" or end <= last:
+        return []
+    longer = replace(optimizer, lr_decay_iters=end)
+    then = (
+        ""
+        if resume_step is None
+        else (
+            f", which makes it {learning_rate(longer, resume_step + 1):g} at step {resume_step + 1}"
+        )
+    )
+    return [
+        f"train.max_iters={end} exceeds optimizer.lr_decay_iters={last}: the learning rate is "
+        f"{learning_rate(optimizer, end):g} from step {last} on; to let it decay until the end, "
+        f"set optimizer.lr_decay_iters={end}{then}"
+    ]
+
+
 def source_hashes(fingerprints: list[list[str]]) -> list[str]:
     """Return the hash of every source, from `Dataset.fingerprints` or from a checkpoint."""
     return [hash_ for _, hash_ in fingerprints]
@@ -262,7 +285,7 @@ def _share_tokenizer(
     """Check that the data and the weights have the same tokenizer; return the config and log lines.
 
     Hugging Face files that accompany the weights are copied into the run directory. If the data has
-    no tokenizer and the weights have a Hugging Face tokenizer, the run uses the latter. Raises
+    no tokenizer and the weights have one in a file, the run uses the latter. Raises
     `UsageError` if the tokenizers differ, unless data.accept_changes is set.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
@@ -273,7 +296,7 @@ def _share_tokenizer(
         if (folder / companion).is_file():
             shutil.copyfile(folder / companion, directory / companion)
     if dataset.tokenizer is None:
-        if not isinstance(tokenizer, HFTokenizer):
+        if not isinstance(tokenizer, FileTokenizer):
             return config, [f"warning: {name} has no tokenizer; assuming the tokenizer of {key}"]
         tokenizer.save(directory)
         return config.replace(data__tokenizer=str(directory.absolute())), []

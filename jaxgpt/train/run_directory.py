@@ -39,7 +39,6 @@ from jaxgpt.data.dataset import (
 )
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
-from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import pending_rewind, skipped_by_rewinds
 from jaxgpt.tracking import check_trackers
@@ -49,6 +48,7 @@ from jaxgpt.train.resume import (
     missing_records,
     prepare_weights,
     ranges_to_skip,
+    rate_after_decay,
     source_hashes,
 )
 
@@ -193,7 +193,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
     skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
-    notes += warnings
+    notes += warnings + rate_after_decay(config, resume_step)
     config = config.replace(train_range_to_skip=skip)
     return {
         "config": config.to_dict(),
@@ -253,8 +253,8 @@ def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
     """If the data has no tokenizer, use the one that the run copied from its initial weights."""
-    has_own = meta["tokenizer"] is not None and (directory / TOKENIZER).exists()
-    if dataset.tokenizer is not None or not has_own:
+    file = (meta["tokenizer"] or {}).get("file")
+    if dataset.tokenizer is not None or file is None or not (directory / file).exists():
         return config, dataset
     config = config.replace(data__tokenizer=str(directory))
     return config, _open_dataset(config)

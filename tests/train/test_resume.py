@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.train.resume import check_resume
+from jaxgpt.train.resume import check_resume, rate_after_decay
 from jobs import SMALL, train_here
 
 DATA = SimpleNamespace(sources=[SimpleNamespace(entry=None)], fingerprints=[], tokenizer_meta=None)
@@ -54,6 +54,38 @@ def test_another_schedule_is_said():
         "changed since step 5: optimizer.schedule=wsd (was cosine), "
         "optimizer.wsd_decay_iters=9 (was None)"
     )
+
+
+@pytest.mark.parametrize(
+    ("now", "rate"),
+    [
+        ((), "0.0003"),  # a tenth of the peak of tiny
+        (("optimizer.min_lr=1e-5", "optimizer.schedule=wsd"), "1e-05"),
+    ],
+)
+def test_a_run_that_is_longer_than_its_decay_says_its_learning_rate(now, rate):
+    config = load_config("tiny", "train.max_iters=550", *now)
+    (line,) = rate_after_decay(config, None)
+    assert line == (
+        "train.max_iters=550 exceeds optimizer.lr_decay_iters=300: the learning rate is "
+        f"{rate} from step 300 on; to let it decay until the end, set optimizer.lr_decay_iters=550"
+    )
+    (line,) = rate_after_decay(config, 299)
+    # Step 300 is the middle of a cosine from step 50 to 550; wsd still has its peak.
+    peak = "0.003" if now else "0.00165"
+    assert line.endswith(f"optimizer.lr_decay_iters=550, which makes it {peak} at step 300")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        ("train.max_iters=300",),
+        ("train.max_iters=400", "optimizer.lr_decay_iters=400"),
+        ("train.max_iters=400", "optimizer.schedule=constant"),
+    ],
+)
+def test_a_run_within_its_decay_does_not(now):
+    assert rate_after_decay(load_config("tiny", *now), 100) == []
 
 
 def test_an_old_checkpoint_was_trained_with_the_defaults_of_newer_keys():
