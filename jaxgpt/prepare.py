@@ -14,7 +14,7 @@ from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, in_w
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.prepare.pool import job_workers
-from jaxgpt.data.source import ALL_SPLITS
+from jaxgpt.data.source import ALL_SPLITS, PARTS
 from jaxgpt.data.tokenizers import FILE, SENTENCEPIECE
 
 
@@ -25,15 +25,15 @@ def main(argv: list[str] | None = None) -> None:
         arguments = parser().parse_args(argv)
         if arguments.command != "text":
             if rank_from_env() == 0:
-                run(arguments, None)
+                _run(arguments, None)
             return
         check_options(arguments)
         with job_workers(arguments.workers) as workers:
             if workers.is_main:
-                run(arguments, workers.pool)
+                _run(arguments, workers.pool)
 
 
-def run(arguments: argparse.Namespace, pool: Executor | None) -> None:
+def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
     """Write a dataset and print lines that describe it; see `prepare` for the exceptions."""
     name = arguments.name if arguments.command == "text" else arguments.command
     directory = arguments.out or dataset_directory(DataConfig(dataset=name))
@@ -44,6 +44,9 @@ def run(arguments: argparse.Namespace, pool: Executor | None) -> None:
         raise UsageError(
             f"--out {directory}: cannot be written ({in_words(error)}); give another folder"
         ) from None
+    finally:
+        if (parts := directory / PARTS).is_dir():
+            print(f"{parts} keeps the files that are done; run again to continue", file=sys.stderr)
     print("\n".join([*lines, f"wrote {directory}"]))
 
 
@@ -55,7 +58,10 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     share, split, is_megatron = arguments.val_share, arguments.split, arguments.format == "megatron"
     if share is not None and not 0 <= share < 1:
-        raise UsageError(f"--val-share {share}: must be at least 0 and less than 1, such as 0.1")
+        raise UsageError(
+            f"--val-share {share}: must be at least 0 and less than 1; to put all text into one "
+            "split, use --split"
+        )
     if share is not None and split is not None:
         raise UsageError(f"--val-share {share}: cannot be used with --split {split}; remove one")
     if is_megatron and (share or split):

@@ -159,7 +159,7 @@ def join_process_group(
     if launch.through == "mpi":
         try:
             with monitor.arrival_limit(launch, timeout):
-                library = _start_mpi(launch)
+                library = start_mpi(launch)
             launch, connection = _connect_over_mpi(launch, machine)
         except UsageError as error:
             if not started_by_srun(os.environ):
@@ -264,7 +264,7 @@ def _connect_over_mpi(
 ) -> tuple[Launch, socket.socket | None]:
     """Return the launch with MPI's rank and size, and the socket for `Monitor.connect`.
 
-    All processes call this together, after `_start_mpi`. The socket is None for a single process.
+    All processes call this together, after `start_mpi`. The socket is None for a single process.
     Raises `PeerLost` if process 0 cannot be reached within `ANSWER` seconds or cannot listen on a
     port.
     """

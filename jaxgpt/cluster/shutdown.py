@@ -62,7 +62,7 @@ def abort_mpi(status: int) -> None:
         mpi.COMM_WORLD.Abort(status)
 
 
-def _end_with(error: BaseException) -> NoReturn:
+def end_with(error: BaseException) -> NoReturn:
     """Report an error, then end this process and, under MPI, the whole job.
 
     Use this only while the process is not connected to others.
@@ -125,10 +125,10 @@ def job_exit_handler() -> Iterator[None]:
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(BAD_USAGE) from None
     except (KeyboardInterrupt, PeerLost) as error:
-        _end_with(error)
+        end_with(error)
     except Exception as error:
         if find_launch(os.environ).through is not None:  # exit, so that the others end too
-            _end_with(error)
+            end_with(error)
         if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise
         _redirect_to_null(STDOUT)  # Python flushes stdout at exit

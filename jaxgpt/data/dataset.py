@@ -350,7 +350,7 @@ def _remedy(path: Path) -> str:
                 f"it has {len(each)} {kind}; give one of them, such as data.path={each[0]}, or "
                 "list them in a file, one `WEIGHT PATH` per line, and set data.file_list=FILE"
             )
-    if path.is_dir() and any(path.iterdir()):
+    if any(path.glob("*")):
         return (
             f"to make token data from its text files, run python -m jaxgpt.prepare text --input "
             f"{path} --name NAME, then set data.dataset=NAME"

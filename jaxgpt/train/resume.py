@@ -161,13 +161,10 @@ def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
     if optimizer.schedule == "constant" or end <= last:
         return []
     longer = replace(optimizer, lr_decay_iters=end)
-    then = (
-        ""
-        if resume_step is None
-        else (
-            f", which makes it {learning_rate(longer, resume_step + 1):g} at step {resume_step + 1}"
-        )
-    )
+    then = ""
+    if resume_step is not None:
+        step = resume_step + 1
+        then = f", which makes it {learning_rate(longer, step):g} at step {step}"
     return [
         f"train.max_iters={end} exceeds optimizer.lr_decay_iters={last}: the learning rate is "
         f"{learning_rate(optimizer, end):g} from step {last} on; to let it decay until the end, "

@@ -7,7 +7,7 @@ import pytest
 
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare.writer import megatron_writer
+from jaxgpt.data.prepare.writer import megatron_writer, write_index
 
 # Four documents of uint16 tokens, with 2, 0, 1 (empty) and 1 sequences.
 TOKENS = [7, 8, 9, 10, 11, 12]
@@ -158,3 +158,10 @@ def test_megatron_core_reads_and_writes_the_same(tmp_path, dtype):
     dataset = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert dataset.document_indices.tolist() == [0, 1, 2, 3, 4]
     assert (np.concatenate([dataset[i] for i in range(len(dataset))]) == read).all()
+
+
+def test_a_document_that_is_too_long_for_the_index_is_one_sentence(tmp_path):
+    """The index stores lengths as int32."""
+    with pytest.raises(UsageError, match="a document has 2,147,483,648 tokens, but .* divide this"):
+        write_index(tmp_path / "a.idx", np.dtype("<u2"), np.array([5, 2**31]))
+    write_index(tmp_path / "a.idx", np.dtype("<u2"), np.array([5, 2**31 - 1]))

@@ -88,7 +88,7 @@ def prepare_text(
         OSError: if `directory` cannot be written.
     """
     from jaxgpt.data.prepare.corpus import Corpus, write_megatron, write_nanogpt
-    from jaxgpt.data.prepare.files import find_files
+    from jaxgpt.data.prepare.files import find_files, ignored_files
     from jaxgpt.data.prepare.json_lines import LineFormat
 
     files = find_files(inputs)
@@ -127,7 +127,12 @@ def prepare_text(
         said.append(made.division)
     mark = made.tokenizer.end_of_text
     between = "nothing" if mark is None else f"token {mark}"
-    return [*said, f"documents: {made.documents:,}, with {between} between them"]
+    said.append(f"documents: {made.documents:,}, with {between} between them")
+    if ignored := ignored_files(inputs):
+        said.append(
+            f"files ignored because of their suffix: {len(ignored):,}, such as {ignored[0]}"
+        )
+    return said
 
 
 def prepare_python(directory: Path) -> list[str]:

@@ -40,9 +40,11 @@ class Corpus:
         return all(kind(path) is TEXT for path in self.files)
 
     def divided(self, pool: Executor | None) -> list[InputFile]:
-        """Return the files with their part of the division.
+        """Return the input files, each with the rule that divides it into splits.
 
-        Text files are divided at a character. In a corpus with other files, documents are drawn.
+        If all files are text, their text is divided at one character; the processes of `pool` count
+        the characters. Otherwise, each document is put into one split at random. Raises
+        `UsageError` if a text file cannot be read.
         """
         if self.split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -208,7 +210,7 @@ def write_megatron(
             )
         with scratch_folder(prefix.parent) as scratch:
             join(parts, ["train"], ".bin", scratch / f"{prefix.name}.bin")
-            lengths = [np.fromfile(part.folder / "lengths.bin", "<i4") for part in parts]
+            lengths = [np.fromfile(part.folder / "lengths.bin", "<i8") for part in parts]
             write_index(scratch / f"{prefix.name}.idx", dtype, np.concatenate(lengths))
             Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair it with new tokens
     documents = sum(part.documents for part in parts)

@@ -26,7 +26,9 @@ def kind(path: Path) -> tuple[str, ...]:
 
 
 def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the files to read, with folders replaced by the files in them.
+    """Return the files to read, with folders replaced by the suitable files in them.
+
+    Hidden files and folders in a folder are left out.
 
     Raises:
         UsageError: if a path does not exist, a folder has no suitable files, or a file is
@@ -35,7 +37,7 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
     files = []
     for path in inputs:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if _belongs(p) and p.is_file())
+            found = [file for file in _files_in(path) if _belongs(file)]
             if not found:
                 suffixes = ", ".join(TEXT + JSON[:2] + PARQUET)
                 raise UsageError(
@@ -50,6 +52,20 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
     if packed := [path for path in files if path.suffix == ".zst"]:
         raise UsageError(f"--input {packed[0]}: zstd is not supported; decompress it with zstd -d")
     return files
+
+
+def ignored_files(inputs: Iterable[Path]) -> list[Path]:
+    """Return the files in input folders that `find_files` leaves out because of their suffixes."""
+    return [file for path in inputs for file in _files_in(path) if not _belongs(file)]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the sorted paths of all files in a folder that are not hidden."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not any(n.startswith(".") for n in path.relative_to(folder).parts)
+    )
 
 
 def _belongs(path: Path) -> bool:
@@ -127,7 +143,7 @@ def read_rows(
     Only `columns` are read, and columns that the file does not have are left out.
 
     Raises:
-        UsageError: if the file cannot be read or has none of the columns, or if pyarrow is not
+        UsageError: if the file cannot be read, if it has none of the columns, or if pyarrow is not
             installed.
     """
     try:

@@ -1,7 +1,7 @@
 """The parts of a dataset: the tokens of one large input file, or of several small ones.
 
 Processes write different parts at the same time, and a part appears on disk only when it is
-complete. If a command is killed, its complete parts stay, and the same command uses them again.
+complete. If a command is killed, its complete parts stay, and the same command reuses them.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import sys
 import tempfile
 import uuid
 from array import array
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,16 @@ from jaxgpt.data.source import PARTS
 from jaxgpt.data.tokenizers import Tokenizer
 
 _UNFINISHED = "unfinished-"
+_FACTS = "part.json"  # the fields of `Part` after `folder`
 _VERSION = 1  # of the content of parts
 _PART = 1 << 26  # approximate number of bytes of small files to put into one part
 
 
 class Part(NamedTuple):
-    """A folder with SPLIT.bin, masks and lengths.bin, the documents' lengths as int32."""
+    """A folder with SPLIT.bin, masks and lengths.bin.
+
+    The latter holds the number of tokens of each document that ends in the part: int64.
+    """
 
     folder: Path
     documents: int
@@ -48,24 +52,27 @@ class Part(NamedTuple):
 def parts_folder(directory: Path) -> Iterator[Path]:
     """Yield a folder for the parts of a dataset, and delete it when the block ends.
 
-    If an exception leaves the block, complete parts are kept. If there are none, `directory` is
-    deleted if it is new.
+    If an exception leaves the block, complete parts are kept. If there are none, the folder is
+    deleted, and so is `directory` if it is new.
     """
     is_new = not directory.exists()
     folder = directory / PARTS
     folder.mkdir(parents=True, exist_ok=True)
+    _delete_unfinished(folder)  # by a command that was killed
     try:
         yield folder
     except BaseException:
-        for path in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        _delete_unfinished(folder)
         for path in (folder, directory) if is_new else (folder,):
             with contextlib.suppress(OSError):  # not empty, or deleted
                 path.rmdir()
-        if folder.exists():
-            print(f"{folder} keeps the files that are done; run again to continue", file=sys.stderr)
         raise
     shutil.rmtree(folder)
+
+
+def _delete_unfinished(folder: Path) -> None:
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_parts(
@@ -77,43 +84,59 @@ def write_parts(
 ) -> list[Part]:
     """Tokenize the files that have no part yet, and return all parts in the order of the files.
 
-    A progress bar on standard error shows the rate and the time left. Without a pool of processes,
-    parts are written one after another.
+    This process and those of the pool write parts at the same time. A progress bar on standard
+    error shows the rate and the time left.
+
+    Args:
+        files: at least one file.
+        dtype: integer type of the token IDs in the parts.
+        folder: the result of `parts_folder`.
+        pool: other processes; None if there are no others.
 
     Raises:
         UsageError: if a file cannot be read or encoded, or only some files have answers.
+        OSError: if a part cannot be written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
     common = _common_facts(files[0], tokenizer, dtype)
-    folders = [folder / _key(group, common) for group in groups]
-    parts = [_read(path) if path.exists() else None for path in folders]
+    tasks = [(group, tokenizer, dtype, folder / _key(group, common)) for group in groups]
+    parts: list[Part | None] = [None] * len(groups)
+    first: dict[bool, int] = {}  # has_mask -> the first part found to have or lack a mask
+
+    def add(number: int, part: Part) -> None:
+        parts[number] = part
+        if part.has_mask is not None:
+            first.setdefault(part.has_mask, number)
+        if len(first) == 2:
+            raise _different_kinds(*(str(groups[number][0].path) for number in first.values()))
+
+    for number, (*_, path) in enumerate(tasks):
+        if path.exists():
+            add(number, _read(path))
+    missing = [number for number, part in enumerate(parts) if part is None]
+    n_done = sum(sizes) - sum(sizes[number] for number in missing)
     every = 0.5 if sys.stderr.isatty() else 10  # seconds
-    done = sum(size for size, part in zip(sizes, parts, strict=True) if part is not None)
     options = {"unit_scale": True, "delay": every, "mininterval": every, "leave": False}
-    try:
-        with tqdm(total=sum(sizes) or None, initial=done, unit="B", **options) as bar:
-            missing = [number for number, part in enumerate(parts) if part is None]
-            if pool is None:
-                for number in missing:
-                    given = groups[number], tokenizer, dtype, folders[number], bar.update
-                    parts[number] = _write_part(*given)
-                    _check_masks(groups, parts)
-            else:
-                futures = {}
-                for number in missing:
-                    given = groups[number], tokenizer, dtype, folders[number]
-                    futures[pool.submit(_write_part, *given)] = number
-                for future in as_completed(futures):
-                    number = futures[future]
-                    parts[number] = future.result()
-                    bar.update(sizes[number])
-                    _check_masks(groups, parts)
-    except BaseException:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
-        raise
-    _check_masks(groups, parts)  # all parts may be from an earlier command
+    with tqdm(total=sum(sizes) or None, initial=n_done, unit="B", **options) as bar:
+        if pool is None:
+            for number in missing:
+                add(number, _write_part(*tasks[number], bar.update))
+            return parts
+        futures = {pool.submit(_write_part, *tasks[number]): number for number in missing}
+
+        def collect(done: Iterable[Future]) -> None:
+            for future in done:
+                number = futures.pop(future)
+                add(number, future.result())
+                bar.update(sizes[number])
+
+        for future, number in list(futures.items()):
+            if future.cancel():  # no other process has started this part
+                del futures[future]
+                add(number, _write_part(*tasks[number], bar.update))
+                collect([future for future in futures if future.done()])
+        collect(as_completed(list(futures)))
     return parts
 
 
@@ -142,18 +165,23 @@ def _write_part(
     folder: Path,
     advance: Advance = lambda size: None,
 ) -> Part:
-    """Tokenize files into `folder`, which appears when it is complete."""
+    """Tokenize files into `folder`, which appears when it is complete.
+
+    `advance` is called with the number of bytes that were read. Raises `UsageError` if a file
+    cannot be read or encoded, or only some documents have answers, and `OSError` if the part cannot
+    be written.
+    """
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_UNFINISHED))
     tokens: dict[str, int] = {}
     ends: dict[str, bool] = {}
-    has_mask, lengths, unfinished = None, array("i"), 0
+    has_mask, lengths, unfinished = None, array("q"), 0
     with contextlib.ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
-        def write(path: Path, array: np.ndarray) -> None:
+        def write(path: Path, values: np.ndarray) -> None:
             if path not in opened:
                 opened[path] = stack.enter_context(open(path, "wb"))
-            opened[path].write(array.data)
+            opened[path].write(values.data)
 
         for chunk, ids, weights in encode_files(files, tokenizer, advance):
             if has_mask not in (None, weights is not None):
@@ -169,9 +197,12 @@ def _write_part(
             if chunk.ends:
                 lengths.append(unfinished)
                 unfinished = 0
-        np.array(lengths, "<i4").tofile(scratch / "lengths.bin")
+    np.array(lengths, "<i8").tofile(scratch / "lengths.bin")
     part = Part(folder, len(lengths), tokens, ends, has_mask)
-    (scratch / "part.json").write_text(json.dumps(part._replace(folder=None)))
+    (scratch / _FACTS).write_text(json.dumps(part[1:]))
+    for path in scratch.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # otherwise, a power failure could leave an incomplete part
     try:
         os.rename(scratch, folder)
     except OSError:
@@ -179,14 +210,6 @@ def _write_part(
             raise
         shutil.rmtree(scratch)  # the files were given twice, and the other part is the same
     return part
-
-
-def _check_masks(groups: Sequence[Sequence[InputFile]], parts: Sequence[Part | None]) -> None:
-    """Raise `UsageError` if some complete parts have a loss mask and others have none."""
-    known = [i for i, part in enumerate(parts) if part is not None and part.has_mask is not None]
-    for i in known:
-        if parts[i].has_mask != parts[known[0]].has_mask:
-            raise _different_kinds(str(groups[known[0]][0].path), str(groups[i][0].path))
 
 
 def _different_kinds(one: str, other: str) -> UsageError:
@@ -197,7 +220,7 @@ def _different_kinds(one: str, other: str) -> UsageError:
 
 
 def _read(folder: Path) -> Part:
-    return Part(folder, *json.loads((folder / "part.json").read_text())[1:])
+    return Part(folder, *json.loads((folder / _FACTS).read_text()))
 
 
 def _common_facts(file: InputFile, tokenizer: Tokenizer, dtype: np.dtype) -> list[Any]:
@@ -221,7 +244,7 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
 
 
 def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -> None:
-    """Concatenate the files SPLIT + `suffix` of all parts, in order."""
+    """Concatenate the files SPLIT + `suffix` of all parts, in order, into the file `out`."""
     with open(out, "wb") as target:
         for part in parts:
             for split in splits:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import start_mpi
+from jaxgpt.cluster.shutdown import end_with
 from jaxgpt.config import UsageError
 
 
@@ -17,15 +18,16 @@ class Workers(NamedTuple):
     """The role of a process in the job."""
 
     is_main: bool
-    pool: Executor | None  # the other processes; None in the others, or if there are no others
+    pool: Executor | None  # in process 0: the other processes, if there are any
 
 
 @contextlib.contextmanager
 def job_workers(threads: int | None) -> Iterator[Workers]:
     """Connect the processes of a job: process 0 gets a pool, and the others work until it ends.
 
-    In the other processes, the block starts when their work is done. The `tokenizers` package uses
-    `threads` threads in each process; None divides the CPUs of a host among its processes.
+    In the other processes, the block starts when their work is done. An exception in the block of
+    process 0 ends the job at once. The tokenizers use `threads` threads in each process; None
+    divides the CPUs of a host among its processes.
 
     Raises:
         UsageError: if several processes were started without MPI, or MPI cannot be used.
@@ -48,14 +50,17 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
         return
     from mpi4py.futures import MPICommExecutor
 
-    # A process in the middle of a file cannot end the pool, so stop all of them at once.
+    # The pool cannot end while a process is in the middle of a file, so do not wait for it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     cpus = set().union(*host.allgather(own_cpus()))  # the processes of a host may share its CPUs
     _use_threads(threads or max(1, len(cpus) // host.size))
     with MPICommExecutor(world, root=0) as pool:
-        yield Workers(world.rank == 0, pool)
+        try:
+            yield Workers(world.rank == 0, pool)
+        except BaseException as error:
+            end_with(error)
 
 
 def _use_threads(number: int) -> None:

@@ -1,9 +1,10 @@
-"""Tokenization of one input file in constant memory."""
+"""Tokenization of input files in constant memory."""
 
 import hashlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,8 +60,7 @@ class InputFile:
             return
         for document in self._documents(advance):
             if document.text:
-                split = self._split_of(hashlib.blake2b(document.text.encode(), digest_size=8))
-                yield TextChunk(split, document.text, True, document)
+                yield TextChunk(self._draw_split([document.text]), document.text, True, document)
 
     def _documents(self, advance: Advance) -> Iterator[LineDocument]:
         reader = LineReader(self.lines)
@@ -71,22 +71,21 @@ class InputFile:
             for number, line in read_lines(self.path, advance):
                 yield reader.read(line, f"--input {self.path}: line {number}")
 
-    def _split_of(self, digest: "hashlib.blake2b") -> str:
+    def _draw_split(self, blocks: Iterable[str]) -> str:
         """Choose a split by a hash of the text, so that copies of a document stay together."""
-        drawn = int.from_bytes(digest.digest())
-        return "val" if drawn < self.val_share * 2**64 else "train"
+        if not self.val_share:
+            return "train"
+        digest = hashlib.blake2b(digest_size=8)
+        for block in blocks:
+            digest.update(block.encode())
+        return "val" if int.from_bytes(digest.digest()) < self.val_share * 2**64 else "train"
 
     def _text_chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
-        whole = None  # the split of the whole text, if it is not cut
-        if self.n_train is None:
-            digest = hashlib.blake2b(digest_size=8)
-            for block in read_text(self.path) if self.val_share else ():
-                digest.update(block.encode())
-            whole = self._split_of(digest)
-        n_train, split, text = self.n_train or 0, None, ""
+        n_train, split, text = self.n_train, None, ""
+        if n_train is None:  # the whole text is in one split
+            n_train = sys.maxsize if self._draw_split(read_text(self.path)) == "train" else 0
         for block in read_text(self.path, advance):
-            parts = ("train", block[:n_train]), ("val", block[n_train:])
-            for part_split, part in ((whole, block),) if whole else parts:
+            for part_split, part in ("train", block[:n_train]), ("val", block[n_train:]):
                 if not part:
                     continue
                 if split not in (None, part_split):
@@ -110,7 +109,7 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file."""
     out = set()
-    for chunk in replace(file, val_share=0.0).chunks(CharTokenizer(""), lambda size: None):
+    for chunk in file.chunks(CharTokenizer(""), lambda size: None):
         out.update(chunk.text)
     return out
 

@@ -17,6 +17,8 @@ from jaxgpt.data.source import ALL_SPLITS, SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer
 
+_LONGEST = 2**31 - 1  # largest length of a document in a Megatron-LM .idx file, in tokens
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the dtype of a nanoGPT file: uint16 if it can hold every token ID, or else uint32."""
@@ -114,7 +116,7 @@ def megatron_writer(
     ...     add([10])
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
-    lengths, unfinished = array("i"), 0  # tokens in each document, and in the unfinished one
+    lengths, unfinished = array("q"), 0  # tokens in each document, and in the unfinished one
 
     with scratch_folder(prefix.parent) as scratch:
         with open(scratch / f"{prefix.name}.bin", "wb") as file:
@@ -132,12 +134,26 @@ def megatron_writer(
 
             yield add
         assert not unfinished, "the last document has not ended"
-        write_index(scratch / f"{prefix.name}.idx", dtype, np.array(lengths, "<i4"))
+        write_index(scratch / f"{prefix.name}.idx", dtype, np.array(lengths, np.int64))
         Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair the old index with new tokens
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Write a Megatron .idx file for documents of these lengths in tokens: int32, (documents,)."""
+    """Write a Megatron-LM .idx file.
+
+    Args:
+        path: path of the new file.
+        dtype: type of the token IDs in the .bin file; must be one of `CODES`.
+        lengths: number of tokens in each document, int64 of shape (documents,).
+
+    Raises:
+        UsageError: if a document has more tokens than the format allows.
+    """
+    if lengths.max(initial=0) > _LONGEST:
+        raise UsageError(
+            f"{path.stem}: a document has {lengths.max():,} tokens, but Megatron-LM's format "
+            f"allows at most {_LONGEST:,}; divide this document"
+        )
     code = next(code for code, name in CODES.items() if np.dtype(name) == dtype)
     ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
     with open(path, "wb") as file:

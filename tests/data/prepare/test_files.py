@@ -44,9 +44,11 @@ def test_a_folder_may_mix_all_kinds_of_files(tmp_path):
     write_lines(home / "sub" / "e.jsonl", stories(20))
     write_lines(home / "sub" / "f.jsonl.gz", stories(10, seed=1))
     (home / "notes.pdf").write_bytes(b"\xff")
+    (home / "._a.txt").write_bytes(b"\xff")  # macOS makes such files
     more = tmp_path / "more.txt"
     more.write_text("one more file")
-    prepare_text(tmp_path / "d", [home, more], "byte", val_share=0.2)
+    *_, said = prepare_text(tmp_path / "d", [home, more], "byte", val_share=0.2)
+    assert said == f"files ignored because of their suffix: 1, such as {home / 'notes.pdf'}"
     expected = ["plain ä", "# Title", "packed", *table["text"], *stories(20), *stories(10, seed=1)]
     expected = [text.encode() for text in [*expected, "one more file"]]
     train, val = (bytes_of(tmp_path / "d", split).split(b"\0") for split in ("train", "val"))
