@@ -64,7 +64,7 @@ def parts_folder(directory: Path) -> Iterator[Path]:
     except BaseException:
         _delete_unfinished(folder)
         for path in (folder, directory) if is_new else (folder,):
-            if not any(path.iterdir()):
+            if path.exists() and not any(path.iterdir()):
                 path.rmdir()
         raise
     shutil.rmtree(folder)
