@@ -31,3 +31,5 @@ SLOW_DISK = 180.0
 RETRY = 10.0
 # Interval between wake-ups of the monitor's thread. If it is late, the OS did not run the process.
 TICK = 0.04
+# Pause before a tracker's failed call is repeated.
+TRACKER_RETRY = 5.0

@@ -35,6 +35,9 @@ KEY_ALIASES = {
     "dtype": "train.dtype",
     "seed training.seed trainer.seed": "train.seed",
     "init_from": "train.init_from",
+    "wandb_project wandb.project train.wandb_project": "train.tracker_project",
+    "wandb_run_name wandb_exp_name wandb.name train.wandb_run_name": "train.tracker_name",
+    "wandb.group": "train.tracker_group",
     "exit_duration_in_mins": "train.time_limit",
     "dataset": "data.dataset",
     "data_file_list": "data.file_list",
@@ -118,7 +121,7 @@ SETTINGS = {
 
 # Flags of other programs that change nothing here, whatever their value.
 IGNORED = """
-    compile framework port ngpus precision use_wandb wandb_log wandb_project wandb_run_name
+    compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend attention
     tensorboard_dir log_timers_to_tensorboard log_optimizer_states_to_tensorboard
     group_query_attention max_position_embeddings use_flash_attn use_flash_attn_v1
@@ -135,7 +138,7 @@ IGNORED = """
     no_mmap_bin_files tiktoken_pattern vocab_file tokenizer_model profile profile_step_start
     profile_step_end module job.description metrics.enable_tensorboard metrics.enable_wandb
     compile.enable compile.components shuffle_sample shuffle_sample_in_corpus
-    dataset_type use_iota_embed reuse_example_batch wandb.project wandb.name wandb.group
+    dataset_type use_iota_embed reuse_example_batch
     trainer.eval_per_device_parallelism
 """
 
@@ -235,9 +238,7 @@ KEY_SUGGESTIONS = {
     "checkpointer.save_interval": "use checkpoint.interval_minutes=N",
     "eval_only": "use python -m jaxgpt.evaluate --run FOLDER, which evaluates on a whole split",
     "always_save_checkpoint": "checkpoint.interval and checkpoint.keep say what is saved",
-    "use_wandb wandb_log wandb_project wandb_run_name wandb.project wandb.name wandb.group": (
-        "there is no W&B tracker; read metrics.jsonl or TensorBoard"
-    ),
+    "use_wandb wandb_log metrics.enable_wandb": "use train.trackers=wandb",
     "tensorboard_dir": "event files go to tensorboard/ in the run directory",
     # data
     "root_path": "use data.path=FOLDER",

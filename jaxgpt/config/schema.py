@@ -289,7 +289,14 @@ class TrainConfig:
     run ignores this setting."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that mirror metrics.jsonl, which is always written. `--train.trackers tensorboard
-    wandb` selects two, and `train.trackers=` none."""
+    wandb` selects two, and `train.trackers=` none. The choices are tensorboard, csv, wandb and
+    trackio. The last two need the extra of their name."""
+    tracker_project: str = "jaxgpt"
+    """Project that wandb and trackio show the run in."""
+    tracker_name: str | None = None
+    """Name of the run in wandb and trackio. None uses the name of the run directory."""
+    tracker_group: str | None = None
+    """Group of the run in wandb and trackio."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Trackers: the destinations for the records of a run."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -7,14 +8,23 @@ from typing import Any, Protocol
 from jaxgpt.cluster.environment import SUPERVISOR
 from jaxgpt.config import UsageError, in_words
 from jaxgpt.tracking.background import BackgroundTracker
+from jaxgpt.tracking.csv import Csv
 from jaxgpt.tracking.jsonl import JsonLines, Samples
 from jaxgpt.tracking.records import Record
 from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
+from jaxgpt.tracking.trackio import Trackio
+from jaxgpt.tracking.wandb import Wandb
 
 
 class Tracker(Protocol):
-    """A destination for records. All methods run on process 0, in one thread."""
+    """A destination for records. All methods run on process 0, in one thread.
+
+    If a method raises an error, it is called again later with the same arguments.
+    """
+
+    view: str
+    """The command, path or address that shows the numbers; empty until `open` has returned."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         """Start a new run, or continue after step `resume_step` and drop all later steps.
@@ -35,15 +45,24 @@ class Tracker(Protocol):
 # The choices for train.trackers. metrics.jsonl, samples.txt and the console are always on.
 TRACKERS: dict[str, Callable[[], Tracker]] = {
     "tensorboard": TensorBoard,
+    "csv": Csv,
+    "wandb": Wandb,
+    "trackio": Trackio,
 }
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a `UsageError` if train.trackers contains an unknown name."""
+    """Raise a `UsageError` if train.trackers has an unknown name, or one without its package."""
     for name in names:
         if name not in TRACKERS:
             raise UsageError(
                 f"train.trackers={name}: unknown tracker; choose from {', '.join(TRACKERS)}"
+            )
+        extra = getattr(TRACKERS[name], "extra", None)
+        if extra and importlib.util.find_spec(extra) is None:
+            raise UsageError(
+                f"train.trackers={name}: the package {extra} is not installed; run "
+                f"pip install 'jaxgpt[{extra}]'"
             )
 
 
@@ -69,6 +88,11 @@ class Trackers:
         self._each("open", run, resume_step)
         self._all = {"metrics.jsonl": metrics, **self._all}
 
+    def views(self) -> list[str]:
+        """Return the `view` of each tracker in train.trackers that has been opened."""
+        found = self._all.values()
+        return [t.view for t in found if isinstance(t, BackgroundTracker) and t.view]
+
     def log(self, record: Record) -> None:
         self._each("log", record)
 
@@ -88,7 +112,7 @@ class Trackers:
                 if method == "close":
                     self._say(f"{failed}; it is incomplete")
                 elif name not in self._failing:
-                    self._say(f"{failed}; retrying with the next record")
+                    self._say(f"{failed}; it will be retried")
                 self._failing.add(name)
             else:
                 if name in self._failing:

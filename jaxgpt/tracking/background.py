@@ -1,76 +1,89 @@
 """Trackers that cannot slow down a run, because each one runs in its own thread."""
 
+import itertools
 import queue
 import threading
 from typing import Any
 
-from jaxgpt.cluster.timeouts import ANSWER
+from jaxgpt.cluster.timeouts import ANSWER, TRACKER_RETRY
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
+ATTEMPTS = 20  # number of times that a record is tried: for 100 s, unless a call itself takes long
 
 
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
-    Each method raises the error from the tracker's latest call if that call failed. If the tracker
-    is `LIMIT` records behind, the new record is dropped and the method raises `TimeoutError`. The
-    tracker continues to receive calls after an error. If its `open` fails, `open` is retried before
-    the next call.
+    A call that fails is repeated every `TRACKER_RETRY` seconds, and newer calls wait for it. A
+    record is dropped after `ATTEMPTS` failures, or if the tracker is `LIMIT` records behind. Each
+    method raises the error from the tracker's latest call if that call failed, and `log` raises
+    `TimeoutError` if it drops the record.
     """
 
     def __init__(self, tracker: Any):
         self._tracker = tracker
-        self._todo: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(LIMIT)
+        self._todo: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
+        self._closing = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
+    @property
+    def view(self) -> str:
+        """Return the tracker's `view`, or an empty string if it has none."""
+        return getattr(self._tracker, "view", "")
+
     def open(self, run: Any, resume_step: int | None) -> None:
         self._put("open", run, resume_step)
-        self._check()
 
     def log(self, record: Record) -> None:
+        if self._todo.qsize() >= LIMIT:
+            raise TimeoutError(f"it is {LIMIT} records behind")
         self._put("log", record)
-        self._check()
 
     def rewind(self, step: int) -> None:
         self._put("rewind", step)
-        self._check()
 
     def close(self, seconds: float = ANSWER) -> None:
         """Write the remaining records, and wait for the thread to finish.
 
-        Raises `TimeoutError` if it has not finished after `seconds`.
+        Calls that have failed are repeated once. Raises `TimeoutError` if the thread has not
+        finished after `seconds`.
         """
-        self._put("close")
+        self._closing.set()
+        self._todo.put(("close", ()))
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"it has not finished after {seconds:g} s")
         self._check()
 
     def _put(self, method: str, *arguments: Any) -> None:
-        try:
-            self._todo.put_nowait((method, arguments))
-        except queue.Full:
-            raise TimeoutError(f"it is {LIMIT} records behind") from None
+        self._todo.put((method, arguments))
+        self._check()
 
     def _check(self) -> None:
         if self._error:
             raise self._error
 
     def _work(self) -> None:
-        method, unopened = "", None
+        method = ""
         while method != "close":
             method, arguments = self._todo.get()
-            try:
-                if method == "open":
-                    unopened = arguments
-                if unopened is not None:
-                    self._tracker.open(*unopened)
-                    unopened = None
-                if method != "open":
-                    getattr(self._tracker, method)(*arguments)
-                self._error = None
-            except Exception as error:  # of any type: the next call raises it in the main thread
-                self._error = error
+            for attempt in itertools.count(1):
+                is_last = self._closing.is_set() or (method == "log" and attempt == ATTEMPTS)
+                if self._succeeds(method, arguments):
+                    break
+                if is_last:
+                    if method == "log":
+                        break
+                    return  # without `open` or `rewind`, the remaining calls would do harm
+                self._closing.wait(TRACKER_RETRY)
+
+    def _succeeds(self, method: str, arguments: tuple[Any, ...]) -> bool:
+        try:
+            getattr(self._tracker, method)(*arguments)
+            self._error = None
+        except Exception as error:  # of any type: the next call raises it in the main thread
+            self._error = error
+        return self._error is None

@@ -1,4 +1,4 @@
-"""TensorBoard event files: a scalar for each number in a record, and text for samples and spikes.
+"""TensorBoard event files: curves, samples and spikes as text, start-up times and settings.
 
 tensorboardX's SummaryWriter keeps all scalars in memory, and hangs once the disk has been full. Its
 EventsWriter, which this module uses, has neither problem.
@@ -6,66 +6,92 @@ EventsWriter, which this module uses, has neither problem.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
+from jaxgpt.tracking.about import settings
+from jaxgpt.tracking.curves import TEXTS, curves
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.tracking.records import GoodputRecord, Record
-
-TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
+from jaxgpt.tracking.records import Record
 
 
 class TensorBoard:
     """Writes tensorboard/ in the run directory."""
 
+    view = ""
+
     def __init__(self) -> None:
         self._writer: Any = None
 
     def open(self, run: Any, resume_step: int | None) -> None:
-        self._directory, self._resume_step = run.directory, resume_step
+        self._run, self._resume_step, self._step = run, resume_step, 0
+        self._directory = run.directory / "tensorboard"
+        self.view = f"tensorboard --logdir {self._directory}"
 
     def _open(self) -> None:
         """Start a new file. The first record does this, because importing tensorboardX is slow."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        folder = self._directory / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, which consist of the time in seconds,
         # the host, and this number.
-        number = f".{os.getpid()}.{len(list(folder.iterdir())):06d}"
-        self._writer = EventsWriter(str(folder / "events"), number)
+        n_files = len(list(self._directory.iterdir()))
+        writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{n_files:06d}")
+        self._writer = writer
         first = 0 if self._resume_step is None else self._resume_step + 1
         # Make TensorBoard hide this step and all later steps in the other files.
         self._write(first, session_log=SessionLog(status=SessionLog.START))
-        metrics = self._directory / METRICS
+        if not n_files:
+            self._write_settings()
+        metrics = self._run.directory / METRICS
         for rewind in read_records(metrics, "rewind") if metrics.exists() else ():
             if rewind["step"] == (self._resume_step or 0):
-                self._log(rewind)
+                self._write_text(rewind["step"], "rewind", rewind["cause"])
+
+    def _write_settings(self) -> None:
+        """Write the settings for the HParams tab, which shows them next to the losses."""
+        from tensorboardX.summary import hparams
+
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in settings(self._run.config).items()
+        }
+        for summary in hparams(plain, {"train/loss": 0.0, "eval/val_loss": 0.0}):
+            self._write(0, summary=summary)
 
     def log(self, record: Record) -> None:
-        if isinstance(record, GoodputRecord):  # for `report goodput`; a curve would be meaningless
-            return
+        self._step = max(self._step, record.step)  # a checkpoint's record may be late
         try:
             if self._writer is None:
                 self._open()
-            self._log(record.to_dict())
+            self._log(record)
         except OSError:  # the file may end mid-event, so the next record starts a new one
-            self._writer, self._resume_step = None, record.step
+            self._writer, self._resume_step = None, self._step
             raise
 
-    def _log(self, record: dict[str, Any]) -> None:
-        from tensorboardX.summary import Summary, text
+    def _log(self, record: Record) -> None:
+        from tensorboardX.summary import Summary
 
-        kind = record["kind"]
-        numbers = _numbers(record, kind)
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in numbers]
-        if kind in TEXTS:
-            printable = record[TEXTS[kind]].encode(errors="replace").decode()
-            values += text(kind, printable).value
-        self._write(record["step"], summary=Summary(value=values))
-        if kind != "train":
+        values = [
+            Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in curves(record).items()
+        ]
+        if values:
+            self._write(record.step, summary=Summary(value=values))
+        if record.kind in TEXTS:
+            text = record.to_dict()[TEXTS[record.kind]]
+            self._write_text(record.step, record.kind, text)
+        if record.kind == "startup":
+            self._write_text(record.step, "startup", startup_table(record.values))
+        if record.kind != "train":
             self._writer.flush()  # also calls fsync, which is too slow for every step
+
+    def _write_text(self, step: int, tag: str, content: str) -> None:
+        from tensorboardX.summary import text
+
+        printable = content.encode(errors="replace").decode()
+        self._write(step, summary=text(tag, printable))
 
     def _write(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -74,7 +100,7 @@ class TensorBoard:
 
     def rewind(self, step: int) -> None:
         """Close the file; the next record starts a new one, which hides the steps after `step`."""
-        self._resume_step = step
+        self._resume_step = self._step = step
         self.close()
 
     def close(self) -> None:
@@ -83,10 +109,11 @@ class TensorBoard:
             writer.close()
 
 
-def _numbers(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield the name and value of every number in a record, including nested ones."""
-    for name, value in record.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}/{name}")
-        elif isinstance(value, int | float) and name != "step" and (name, value) != ("skipped", 0):
-            yield f"{prefix}/{name}", value
+def startup_table(values: Mapping[str, float]) -> str:
+    """Return the values of a `StartupRecord` as a Markdown table with a row for each phase."""
+    columns = ("min", "mean", "max", "slowest_rank")
+    lines = ["| seconds | min | mean | max | slowest rank |", "|---|---|---|---|---|"]
+    for phase in (name.removesuffix("_max") for name in values if name.endswith("_max")):
+        numbers = " | ".join(f"{values[f'{phase}_{column}']:.4g}" for column in columns)
+        lines.append(f"| {phase.replace('_', ' ')} | {numbers} |")
+    return "\n".join(lines)

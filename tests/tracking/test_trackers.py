@@ -1,6 +1,7 @@
 """The destinations of records, and how they handle failures."""
 
 import contextlib
+import functools
 import json
 import resource
 import socket
@@ -15,7 +16,7 @@ from jaxgpt.config import UsageError, load_config
 from jaxgpt.tracking import TRACKERS, Trackers, check_trackers
 from jaxgpt.tracking.appended_file import LIMIT as MAX_WAITING
 from jaxgpt.tracking.appended_file import AppendedFile
-from jaxgpt.tracking.background import LIMIT, BackgroundTracker
+from jaxgpt.tracking.background import ATTEMPTS, LIMIT, BackgroundTracker
 from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.jsonl import JsonLines, read_records
 from jaxgpt.tracking.records import CheckpointRecord, EvalRecord, SampleRecord, TrainRecord
@@ -182,47 +183,87 @@ def wait_until(is_true):
     raise AssertionError("it did not happen within 10 s")
 
 
-def test_a_tracker_that_fails_for_a_while_is_tried_again_with_one_warning(tmp_path, monkeypatch):
+def test_a_tracker_that_fails_for_a_while_gets_every_record_and_causes_one_warning(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jaxgpt.tracking.background.TRACKER_RETRY", 0.01)
     server = Server()
     trackers, said = trackers_with(server, tmp_path, monkeypatch)
     background = trackers._all["train.trackers=hosted"]
-    for step in range(1, 10):
-        wait_until(lambda: not background._todo.qsize())
-        server.is_down = step in (3, 4, 5)
+    for step in range(1, 6):
         trackers.log(trained(step))
-        wait_until(lambda down=server.is_down: down == (background._error is not None))
+        wait_until(lambda: not background._todo.qsize())
+    server.is_down = True
+    trackers.log(trained(6))
+    wait_until(lambda: background._error is not None)
+    trackers.log(trained(7))
+    trackers.rewind(4)
+    trackers.log(trained(5))
+    server.is_down = False
+    wait_until(lambda: background._error is None)
+    trackers.log(trained(6))
     trackers.close()
-    warning, recovery = said
-    assert warning == (
-        "warning: train.trackers=hosted failed: no route to host; retrying with the next record"
-    )
-    assert recovery == "train.trackers=hosted works again"
-    steps = [step for call, *step in server.heard if call == "log"]
-    assert steps == [[1], [2], [6], [7], [8], [9]]
-    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(1, 10))
+    assert said == [
+        "warning: train.trackers=hosted failed: no route to host; it will be retried",
+        "train.trackers=hosted works again",
+    ]
+    steps = [("log", step) for step in range(1, 8)]
+    again = [("rewind", 4), ("log", 5), ("log", 6)]
+    assert server.heard == [("open", None), *steps, *again, ("close",)]
+    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))
 
 
-def test_a_tracker_that_could_not_be_opened_is_opened_before_its_next_record():
+def test_a_record_that_always_fails_is_dropped_but_a_rewind_never_is(monkeypatch):
+    class Refuses(Server):
+        def log(self, record):
+            if record.step == 1:
+                raise ValueError("bad record")
+            super().log(record)
+
+        def rewind(self, step):
+            self.tries = getattr(self, "tries", 0) + 1
+            if self.tries < 2 * ATTEMPTS:
+                raise OSError("no route to host")
+            super().rewind(step)
+
+    monkeypatch.setattr("jaxgpt.tracking.background.TRACKER_RETRY", 0.0)
+    server = Refuses()
+    tracker = BackgroundTracker(server)
+    tracker.open(None, None)
+    for call in (lambda: tracker.log(trained(1)), lambda: tracker.rewind(0)):
+        with contextlib.suppress(OSError, ValueError):  # errors of earlier calls
+            call()
+    wait_until(lambda: server.heard[-1:] == [("rewind", 0)])
+    tracker.log(trained(2))
+    tracker.close()
+    assert server.heard == [("open", None), ("rewind", 0), ("log", 2), ("close",)]
+
+
+def test_a_failing_tracker_does_not_keep_a_run_from_ending():
     server = Server()
     server.is_down = True
     tracker = BackgroundTracker(server)
-    tracker.open(None, 7)
+    tracker.open(None, None)
     wait_until(lambda: tracker._error)
-    server.is_down = False
-    with pytest.raises(OSError, match="no route"):  # the error of the previous call
-        tracker.log(trained(8))
-    tracker.close()
-    assert server.heard == [("open", 7), ("log", 8), ("close",)]
+    began = time.monotonic()
+    with pytest.raises(OSError, match="no route"):
+        tracker.close()
+    assert time.monotonic() - began < 5 and server.heard == []
 
 
 def test_a_tracker_that_hangs_stops_no_other(tmp_path, monkeypatch):
+    close = functools.partialmethod(BackgroundTracker.close, seconds=0.1)
+    monkeypatch.setattr(BackgroundTracker, "close", close)
     trackers, said = trackers_with(Hangs(), tmp_path, monkeypatch)
     n_steps = LIMIT + 10
     for step in range(1, n_steps + 1):
         trackers.log(trained(step))
     trackers.close()
-    reason = f"warning: train.trackers=hosted failed: it is {LIMIT} records behind; "
-    assert said == [f"{reason}retrying with the next record", f"{reason}it is incomplete"]
+    failed = "warning: train.trackers=hosted failed: it "
+    assert said == [
+        f"{failed}is {LIMIT} records behind; it will be retried",
+        f"{failed}has not finished after 0.1 s; it is incomplete",
+    ]
     assert len(lines(tmp_path / "metrics.jsonl")) == n_steps
 
 
@@ -256,8 +297,8 @@ def test_no_record_is_lost_while_the_disk_is_full(tmp_path, rewind_to):
     trackers.close()
     assert [r["step"] for r in lines(path)] == list(range(1, 61))
     assert said[0] == (
-        "warning: metrics.jsonl failed: File too large; 1 line is waiting to be written; retrying "
-        "with the next record"
+        "warning: metrics.jsonl failed: File too large; 1 line is waiting to be written; it will "
+        "be retried"
     )
     assert said[1:] == ["metrics.jsonl works again"]
 
@@ -407,4 +448,4 @@ def test_numbers_inside_of_records_are_shown_and_cleaned_too(tmp_path):
         tracker.close()
     (found,) = lines(tmp_path / "metrics.jsonl")
     assert found["corpora"]["code"] == {"tokens": 64, "loss": None} and found["nonfinite"]
-    assert [e.value for e in events_of(tmp_path).Scalars("train/corpora/web/loss")] == [2.5]
+    assert [e.value for e in events_of(tmp_path).Scalars("data/web/loss")] == [2.5]

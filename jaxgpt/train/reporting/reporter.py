@@ -38,6 +38,7 @@ from jaxgpt.tracking.records import (
     TrainRecord,
 )
 from jaxgpt.train.compiled import CompiledFunctions
+from jaxgpt.train.reporting.ending import ending_lines
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
 from jaxgpt.train.reporting.header import header_lines, summary_lines
 from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
@@ -287,10 +288,12 @@ class Reporter:
             self._console.progress(run.resume_step or 0)
         if self._trackers is not None:
             self._keep_config()
+            self._goodput.continue_from(run.resume_step or 0)  # logs a step that is then dropped
             self._trackers.rewind(run.resume_step or 0)
-        elif self._cluster.is_main:
-            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
-        self._goodput.continue_from(run.resume_step or 0)
+        else:
+            if self._cluster.is_main:
+                self._trackers = Trackers(run, run.resume_step, say=self._console.info)
+            self._goodput.continue_from(run.resume_step or 0)
         for record in records:
             self.log(record)
         if self._has_started:
@@ -348,6 +351,8 @@ class Reporter:
             # The state is saved, so the run must not fail if the file system is unreachable now.
             with contextlib.suppress(OSError):
                 self.info(goodput_line(read_goodput(self._run.directory)))
+                for line in ending_lines(self._run.directory, self._trackers.views()):
+                    self.info(line)
         self.info(f"run directory: {self._run.directory}")
         if self._trackers is not None:
             self._trackers.close()

@@ -1,0 +1,25 @@
+"""What trackers show about a run besides its records: its names and its settings."""
+
+from typing import Any
+
+
+def names(run: Any) -> dict[str, str | None]:
+    """Return the `project`, `name` and `group` of a run.
+
+    By default, the name is that of the run directory, and there is no group.
+    """
+    train = run.config.train
+    return {
+        "project": train.tracker_project,
+        "name": train.tracker_name or run.directory.absolute().name,
+        "group": train.tracker_group,
+    }
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a run as a flat dict, with names such as `model.n_layer`."""
+    out: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        nested = value if isinstance(value, dict) else None
+        out |= {name: value} if nested is None else {f"{name}.{k}": v for k, v in nested.items()}
+    return out

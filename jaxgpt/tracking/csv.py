@@ -1,0 +1,93 @@
+"""CSV files: a table for each kind of record, for spreadsheets and pandas."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.tracking.jsonl import PERSISTENT_KINDS, atomic_write_text
+from jaxgpt.tracking.records import Record
+
+Row = dict[str, Any]
+
+
+class Csv:
+    """Writes csv/<kind>.csv in the run directory, with a column for each number or text.
+
+    The names of the columns are those in metrics.jsonl; nested names are joined by `/`. A missing
+    value is empty, and non-finite numbers are `nan`, `inf` and `-inf`.
+    """
+
+    view = ""
+
+    def open(self, run: Any, resume_step: int | None) -> None:
+        self._folder: Path = run.directory / "csv"
+        self._folder.mkdir(exist_ok=True)
+        self._files: dict[str, tuple[io.TextIOBase, list[str]]] = {}  # kind -> file, its columns
+        self.view = str(self._folder)
+        self.rewind(-1 if resume_step is None else resume_step)
+
+    def log(self, record: Record) -> None:
+        row = flatten(record.to_dict())
+        kind = row.pop("kind")
+        try:
+            if kind not in self._files or not row.keys() <= set(self._files[kind][1]):
+                self._start(kind, row)
+            file, columns = self._files[kind]
+            csv.DictWriter(file, columns).writerow(row)
+            file.flush()
+        except OSError:  # the file may end mid-row, so the next record writes it again
+            self._files.pop(kind, None)
+            raise
+
+    def _start(self, kind: str, row: Row) -> None:
+        """Open the file of a kind, after adding the columns of `row` that it lacks."""
+        if kind in self._files:
+            self._files.pop(kind)[0].close()
+        path = self._folder / f"{kind}.csv"
+        columns, rows = read_table(path)
+        columns += [name for name in row if name not in columns]
+        write_table(path, columns, rows)
+        self._files[kind] = path.open("a", newline=""), columns
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        for path in self._folder.glob("*.csv"):
+            if path.stem not in PERSISTENT_KINDS:
+                columns, rows = read_table(path)
+                write_table(path, columns, [row for row in rows if int(row["step"]) <= step])
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def flatten(fields: Row, prefix: str = "") -> Row:
+    """Return the numbers and texts of a record, including nested ones, but not lists."""
+    out: Row = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            out |= flatten(value, f"{prefix}{name}/")
+        elif not isinstance(value, list | tuple):
+            out[prefix + name] = value
+    return out
+
+
+def read_table(path: Path) -> tuple[list[str], list[Row]]:
+    """Return the columns and the rows of a file, without a last row that was cut off."""
+    if not path.exists():
+        return [], []
+    text = path.read_bytes().decode(errors="replace")
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    rows = [row for row in reader if None not in row.values() and row["step"].isdecimal()]
+    return list(reader.fieldnames or ()), rows
+
+
+def write_table(path: Path, columns: list[str], rows: list[Row]) -> None:
+    """Write a file atomically. Raises `UsageError` if it cannot be written."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    atomic_write_text(path, text.getvalue())

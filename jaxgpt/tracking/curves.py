@@ -1,0 +1,69 @@
+"""The curves of a run: a tag, such as `train/loss`, for each number in a record."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxgpt.tracking.records import Record
+
+# Kinds of records that trackers show as curves, and the default group of their numbers.
+GROUPS = {
+    "train": "train",
+    "eval": "eval",
+    "spike": "spikes",
+    "checkpoint": "goodput",
+    "goodput": "goodput",
+}
+# The tags of numbers (named KIND/FIELD) whose tag is not GROUP/FIELD.
+TAGS = {
+    "train/dt": "throughput/dt",
+    "train/tokens_per_sec": "throughput/tokens_per_sec",
+    "train/tokens_per_sec_per_device": "throughput/tokens_per_sec_per_device",
+    "train/samples_per_sec": "throughput/samples_per_sec",
+    "train/tflops_per_device": "throughput/tflops_per_device",
+    "train/mfu": "throughput/mfu",
+    "train/slowest_over_mean": "throughput/slowest_over_mean",
+    "train/slowest_rank": "throughput/slowest_rank",
+    "train/seconds_left": "throughput/seconds_left",
+    "train/memory_bytes": "memory/bytes",
+    "train/memory_peak_bytes": "memory/peak_bytes",
+    "train/data_wait": "data/wait",
+    "train/consumed_tokens": "data/consumed_tokens",
+    "train/corpora": "data",
+    "train/skipped": "spikes/skipped",
+    "train/skipped_steps": "spikes/skipped_steps",
+    "train/nonfinite_steps": "spikes/nonfinite_steps",
+    "eval/corpora": "eval",
+    "checkpoint/stalled": "goodput/checkpoint_stalled",
+    "checkpoint/seconds": "goodput/checkpoint_seconds",
+}
+TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
+
+
+def curves(record: Record) -> dict[str, float]:
+    """Return the value of each curve at `record.step`, by tag.
+
+    Goodput records become shares: the fraction of the time since the previous goodput record that
+    was spent on each activity. The result is empty for a kind that is not in `GROUPS`.
+    """
+    if record.kind not in GROUPS:
+        return {}
+    fields = record.to_dict()
+    del fields["step"]
+    if record.kind == "goodput":
+        total = sum(fields["seconds"].values()) or 1.0
+        fields = {activity: seconds / total for activity, seconds in fields["seconds"].items()}
+    out: dict[str, float] = {}
+    for name, value in fields.items():
+        if (name, value) != ("skipped", False):
+            default = f"{GROUPS[record.kind]}/{name}"
+            out |= _numbers(TAGS.get(f"{record.kind}/{name}", default), value)
+    return out
+
+
+def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the tag and value of a number, or of every number in a dict."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(f"{tag}/{name}", inner)
+    elif isinstance(value, int | float):
+        yield tag, value

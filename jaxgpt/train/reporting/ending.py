@@ -1,0 +1,40 @@
+"""The last lines of a run's log: its loss and throughput as sparklines, and where to look next."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxgpt.tracking.jsonl import METRICS, read_records
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # maximum number of bars in a sparkline
+
+
+def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
+    """Return a short summary of a run: sparklines, and where its log and its curves are.
+
+    `views` are those of the trackers. Raises `OSError` if metrics.jsonl cannot be read.
+    """
+    rows = [("log", str(directory / "train.log"))]
+    rows += [("curves", view) for view in views]
+    records = [r for r in read_records(directory / METRICS, "train") if not r["skipped"]]
+    for name, key, text in (
+        ("tokens/s", "tokens_per_sec", "{:,.0f}".format),
+        ("loss", "loss", "{:.4f}".format),
+    ):
+        values = [r[key] for r in records if r.get(key) is not None]
+        if len(values) > 1:
+            first, last = text(values[0]), text(values[-1])
+            steps = f"steps {records[0]['step']:,} to {records[-1]['step']:,}"
+            rows.insert(0, (name, f"{first} {sparkline(values)} {last}  {steps}"))
+    return [f"{name:8}  {row}" for name, row in rows]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a line of at most `WIDTH` bars; each is the mean of a part of `values`."""
+    n = min(WIDTH, len(values))
+    edges = [i * len(values) // n for i in range(n + 1)]
+    parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)

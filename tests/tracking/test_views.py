@@ -1,0 +1,257 @@
+"""What each tracker shows of a run that was resumed and rewound, read with its own reader."""
+
+import csv
+import json
+import os
+import sqlite3
+import struct
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+
+from jaxgpt.config import UsageError, load_config
+from jaxgpt.tracking import TRACKERS, Trackers, check_trackers
+from jaxgpt.tracking.records import (
+    CheckpointRecord,
+    EvalRecord,
+    GoodputRecord,
+    SampleRecord,
+    StartupRecord,
+    TrainRecord,
+)
+
+# What metrics.jsonl calls a number, and its tag.
+TAGS = {
+    "loss": "train/loss",
+    "dt": "throughput/dt",
+    "memory_bytes": "memory/bytes",
+    "consumed_tokens": "data/consumed_tokens",
+    "val_loss": "eval/val_loss",
+}
+
+
+def write_run(directory, *trackers):
+    """Write a run that is resumed three times and rewound once, with other numbers each time."""
+    directory.mkdir()
+    config = load_config("tiny").replace(train__trackers=trackers, train__tracker_group="sweep")
+    run, said = SimpleNamespace(directory=directory, config=config), []
+    for attempt, (resume_step, last) in enumerate([(None, 12), (8, 20), (16, 24), (24, 30)]):
+        found = Trackers(run, resume_step, said.append)
+        train(found, attempt, resume_step or 0, last)
+        if attempt == 1:
+            found.rewind(12)
+            train(found, 10, 12, 18)
+        found.close()
+    assert said == []
+
+
+def train(trackers, attempt, after, last):
+    for step in range(after + 1, last + 1):
+        values = {"loss": 4.0 / step + attempt, "dt": 0.03, "memory_bytes": 1000.0}
+        trackers.log(TrainRecord(step=step, values=values, consumed_tokens=64 * step))
+        if step % 4 == 0:
+            trackers.log(EvalRecord(step=step, train_loss=1.0, val_loss=2.0 / step + attempt))
+            trackers.log(SampleRecord(step=step, text=f"after {step} steps: <b>, Grüße"))
+            times = {"start": 0.0, "began": 0.0, "ended": 4.0, "is_last": False}
+            seconds = {"step": 3.0, "save": 1.0}
+            trackers.log(GoodputRecord(step=step, after=0, seconds=seconds, **times))
+        if step % 4 == 2 and step - 2 > after:  # two steps late
+            folder = f"checkpoints/{step - 2}"
+            trackers.log(CheckpointRecord(step=step - 2, path=folder, stalled=0.1, seconds=1.0))
+
+
+def curves_of(directory):
+    """Return the points of each curve in metrics.jsonl: lists of (step, value)."""
+    out = defaultdict(list)
+    for record in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
+        for name, tag in TAGS.items():
+            if name in record:
+                out[tag].append((record["step"], record[name]))
+    return dict(out)
+
+
+def tensorboard_of(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def wandb_records(path):
+    """Yield the records of a .wandb file, which is a LevelDB log of W&B's protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record, block = path.read_bytes(), 7, b"", 2**15
+    while at + 7 <= len(data):
+        if block - at % block < 7:  # too small for a header
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
+def wandb_curves(directory):
+    """Return the points of each curve, and the IDs of the runs, as `wandb sync` uploads them."""
+    rows, ids = {}, set()
+    parts = [list(wandb_records(path)) for path in directory.glob("wandb/offline-run-*/*.wandb")]
+    for part in sorted(parts, key=started):
+        for record in part:
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+                if record.run.HasField("branch_point"):
+                    assert record.run.branch_point.run in ids
+                    last = record.run.branch_point.value
+                    rows = {step: row for step, row in rows.items() if step <= last}
+            elif record.HasField("history"):
+                items = record.history.item
+                row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+                rows.setdefault(int(row["_step"]), {}).update(row)
+    out = defaultdict(list)
+    for step, row in rows.items():
+        for tag in TAGS.values():
+            if tag in row:
+                out[tag].append((row.get(f"{tag.partition('/')[0]}/at_step", step), row[tag]))
+    return dict(out), ids
+
+
+def started(part):
+    (run,) = [record.run for record in part if record.HasField("run")]
+    return run.start_time.ToNanoseconds()
+
+
+def test_tensorboard_shows_one_curve_for_each_tag(tmp_path):
+    write_run(tmp_path / "run", "tensorboard")
+    events = tensorboard_of(tmp_path / "run")
+    expected = curves_of(tmp_path / "run")
+    for tag, points in expected.items():
+        found = [(e.step, e.value) for e in events.Scalars(tag)]
+        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in points]
+    groups = {tag.partition("/")[0] for tag in events.Tags()["scalars"]}
+    assert groups == {"train", "throughput", "memory", "data", "eval", "goodput"}
+    assert [e.value for e in events.Scalars("goodput/step")] == [0.75] * 7
+    checkpoints = [e.step for e in events.Scalars("goodput/checkpoint_seconds")]
+    assert checkpoints == sorted(set(checkpoints))
+
+
+def test_csv_files_hold_what_metrics_jsonl_holds(tmp_path):
+    write_run(tmp_path / "run", "csv")
+    expected, found = curves_of(tmp_path / "run"), {}
+    for kind in ("train", "eval"):
+        with (tmp_path / "run" / "csv" / f"{kind}.csv").open(newline="") as file:
+            for row in csv.DictReader(file):
+                for name in TAGS.keys() & row.keys():
+                    point = int(row["step"]), float(row[name])
+                    found.setdefault(TAGS[name], []).append(point)
+    assert found == expected
+    with (tmp_path / "run" / "csv" / "sample.csv").open(newline="") as file:
+        assert next(csv.DictReader(file))["text"] == "after 4 steps: <b>, Grüße"
+
+
+def test_pandas_reads_the_csv_files(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    write_run(tmp_path / "run", "csv")
+    table = pandas.read_csv(tmp_path / "run" / "csv" / "train.csv")
+    assert table["step"].is_monotonic_increasing and table["step"].is_unique
+    assert (
+        list(zip(table["step"], table["loss"], strict=True))
+        == (curves_of(tmp_path / "run")["train/loss"])
+    )
+
+
+def test_a_csv_file_gains_a_column_and_loses_a_row_that_was_cut_off(tmp_path):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("step,loss\n1,4.0\n2,3.0\n3,2.12")
+    tracker = TRACKERS["csv"]()
+    tracker.open(SimpleNamespace(directory=tmp_path), 3)
+    tracker.log(TrainRecord(step=3, values={"loss": float("nan"), "mfu": 0.5}, consumed_tokens=9))
+    tracker.close()
+    assert (tmp_path / "csv" / "train.csv").read_text().splitlines() == [
+        "step,loss,mfu,consumed_tokens,skipped",
+        "1,4.0,,,",
+        "2,3.0,,,",
+        "3,nan,0.5,9,False",
+    ]
+
+
+def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_run(tmp_path / "run", "wandb")
+    wandb.teardown()  # waits until W&B's process has written its files
+    found, ids = wandb_curves(tmp_path / "run")
+    assert found == curves_of(tmp_path / "run")
+    assert len(ids) == 1
+
+
+def test_trackio_s_database_has_one_row_for_each_record(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage
+
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "trackio")
+    write_run(tmp_path / "run", "trackio")
+    found = defaultdict(list)
+    with sqlite3.connect(tmp_path / "trackio" / "jaxgpt.db") as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id")
+        for name, step, metrics in rows:
+            assert name == "run"
+            for tag, value in json.loads(metrics).items():
+                found[tag].append((step, value))
+    expected = curves_of(tmp_path / "run")
+    assert {tag: found[tag] for tag in expected} == expected
+    config = sqlite_storage.SQLiteStorage.get_run_config("jaxgpt", "run")
+    assert config["model.n_layer"] == 3 and config["_Group"] == "sweep"
+
+
+def test_tensorboard_has_settings_start_up_times_and_samples(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    write_run(tmp_path / "run", "tensorboard")
+    events = tensorboard_of(tmp_path / "run")
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found["model.n_layer"].number_value == 3  # configs/tiny.yaml
+    assert found["optimizer.name"].string_value == "adamw"
+    sample = events.Tensors("sample/text_summary")[0]
+    assert sample.step == 4
+    assert sample.tensor_proto.string_val[0].decode() == "after 4 steps: <b>, Grüße"
+
+
+def test_start_up_times_are_one_table_and_no_curves(tmp_path):
+    tracker = TRACKERS["tensorboard"]()
+    config = load_config("tiny")
+    tracker.open(SimpleNamespace(directory=tmp_path, config=config), None)
+    values = {"processes": 2, "compile_min": 1.5, "compile_mean": 2.0, "compile_max": 2.5}
+    tracker.log(StartupRecord(step=1, values=values | {"compile_slowest_rank": 1}))
+    tracker.close()
+    events = tensorboard_of(tmp_path)
+    assert events.Tags()["scalars"] == []
+    (text,) = events.Tensors("startup/text_summary")
+    table = text.tensor_proto.string_val[0].decode()
+    assert table.splitlines()[2:] == ["| compile | 1.5 | 2 | 2.5 | 1 |"]
+
+
+def test_a_tracker_without_its_package_is_refused_with_the_fix(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name in ("wandb", "trackio"):
+        match = rf"train.trackers={name}: .* pip install 'jaxgpt\[{name}\]'"
+        with pytest.raises(UsageError, match=match):
+            check_trackers([name])
+    check_trackers(["tensorboard", "csv"])
+
+
+def test_packages_of_trackers_are_imported_only_on_request(tmp_path):
+    import subprocess
+
+    code = (
+        "import sys, jaxgpt.tracking as t; t.check_trackers(['csv', 'tensorboard']);"
+        "print({'wandb', 'trackio', 'tensorboardX'} & sys.modules.keys())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, env=os.environ)
+    assert found.stdout.decode().strip() == "set()"
