@@ -281,6 +281,9 @@ class TrainConfig:
     """Steps between comparisons of parameter replicas across devices, which detect a device with
     corrupted parameters. The replicas are also compared before each checkpoint. 0 disables all
     comparisons."""
+    layers_every: CountOrZero = 0
+    """Steps between records of each layer's gradient norm (before clipping) and weight norm (before
+    the update). 0 logs none."""
     eval_at_start: bool = False
     """Also evaluate and generate a sample before the first step."""
     init_from: str | None = None

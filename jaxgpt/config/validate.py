@@ -65,6 +65,11 @@ def validate(config: Config) -> None:
         "parallel.offload=state: needs parallel.scan_layers=True, so that a loop can fetch one "
         "layer at a time from host memory",
     )
+    _require(
+        config.parallel.offload != "state" or train.layers_every == 0,
+        f"train.layers_every={train.layers_every}: not possible with parallel.offload=state; leave "
+        "it out, or use parallel.offload=moments",
+    )
     _check_checkpoints(config)
     _require(
         faults.nan_step is not None or faults.nan_device == 0,

@@ -10,6 +10,7 @@ GROUPS = {
     "train": "train",
     "eval": "eval",
     "spike": "spikes",
+    "layers": "layers",
     "checkpoint": "goodput",
     "goodput": "goodput",
 }

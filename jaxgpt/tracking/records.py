@@ -43,6 +43,15 @@ class TrainRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayersRecord(Record):
+    """Norms of each layer, by the layer's number, every train.layers_every steps."""
+
+    kind = "layers"
+    grad_norm: Mapping[str, float]  # of the gradient before clipping
+    weight_norm: Mapping[str, float]  # of the weights before the update
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalRecord(Record):
     """Losses of an evaluation on both splits, in nats per token."""
 

@@ -22,6 +22,7 @@ class TensorBoard:
 
     def __init__(self) -> None:
         self._writer: Any = None
+        self._unflushed: list[Record] = []  # training records that may not be on the disk yet
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run, self._resume_step, self._step = run, resume_step, 0
@@ -62,13 +63,21 @@ class TensorBoard:
 
     def log(self, record: Record) -> None:
         self._step = max(self._step, record.step)  # a checkpoint's record may be late
+        todo = [record]
         try:
             if self._writer is None:
                 self._open()
-            self._log(record)
-        except OSError:  # the file may end mid-event, so the next record starts a new one
-            self._writer, self._resume_step = None, self._step
+                todo = [*self._unflushed, record]
+            for each in todo:
+                self._log(each)
+        except OSError:  # the file may end mid-event, so the next call starts a new one
+            lost = [r.step for r in (*self._unflushed, record) if r.kind == "train"]
+            self._writer, self._resume_step = None, lost[0] - 1 if lost else self._step
             raise
+        if record.kind == "train":
+            self._unflushed.append(record)
+        else:
+            self._unflushed = []
 
     def _log(self, record: Record) -> None:
         from tensorboardX.summary import Summary
@@ -107,6 +116,7 @@ class TensorBoard:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+        self._unflushed = []
 
 
 def startup_table(values: Mapping[str, float]) -> str:

@@ -66,7 +66,8 @@ class Wandb:
         )
         self._id_file.write_text(f"{self._wandb_run.id}\n")
         self._step = resume_step or 0
-        offline = f"wandb sync {self._folder}/offline-run-*-{self._wandb_run.id}*"
+        folder = self._run.directory / "wandb"
+        offline = f"wandb sync {folder}/offline-run-*-{self._wandb_run.id}*"
         self.view = self._wandb_run.url or offline
 
     def log(self, record: Record) -> None:

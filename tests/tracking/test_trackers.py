@@ -353,13 +353,18 @@ def test_tensorboard_goes_on_once_the_disk_has_room_again(tmp_path):
         tracker.log(EvalRecord(step=step, train_loss=1.0, val_loss=1.0))
 
     evaluated(1)
+    tracker.log(trained(2, loss=1.0))
+    tracker.log(trained(3, loss=1.0))
     with full_disk(0):
-        for step in (2, 3):
+        for _ in range(2):
             with pytest.raises(OSError, match="File too large"):
-                evaluated(step)
-    evaluated(4)
+                evaluated(3)
+    evaluated(3)
+    tracker.log(trained(4, loss=1.0))
     tracker.close()
-    assert [e.step for e in events_of(tmp_path).Scalars("eval/val_loss")] == [1, 4]
+    events = events_of(tmp_path)
+    assert [e.step for e in events.Scalars("eval/val_loss")] == [1, 3]
+    assert [e.step for e in events.Scalars("train/loss")] == [2, 3, 4]
 
 
 def test_the_link_to_the_supervisor_connects_again(tmp_path, monkeypatch):

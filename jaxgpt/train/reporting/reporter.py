@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, skip_ranges
@@ -31,6 +32,7 @@ from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.records import (
     EvalRecord,
     GoodputRecord,
+    LayersRecord,
     Record,
     SpikeRecord,
     StartRecord,
@@ -241,10 +243,20 @@ class Reporter:
     def _log_known(self, reading: StepMetrics) -> None:
         self._nonfinite += CAUSES[int(reading.metrics.detection.cause)] == "nonfinite"
         self.log(self.spike_record(reading))
+        if self._trackers is not None and reading.metrics.layers is not None:
+            self._log_layers(reading.step, reading.metrics.layers)
         if reading.step in self._corpora:
             corpora = self._corpora.pop(reading.step)
             metrics = reading.metrics
             self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
+
+    def _log_layers(self, step: int, norms: dict[str, np.ndarray]) -> None:
+        if step % self._config.train.layers_every == 0:
+            named = {
+                name: {f"{i:03}": float(value) for i, value in enumerate(values_L)}
+                for name, values_L in norms.items()
+            }
+            self._trackers.log(LayersRecord(step=step, **named))
 
     def _measured(self) -> dict[str, float | None]:
         """Return the host's measurements for a logged step, such as rates and memory."""
