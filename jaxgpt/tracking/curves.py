@@ -1,9 +1,7 @@
 """The curves of a run: a tag, such as `train/loss`, for each number in a record."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from jaxgpt.tracking.records import Record
 
 # Kinds of records that trackers show as curves, and the default group of their numbers.
 GROUPS = {
@@ -40,24 +38,24 @@ TAGS = {
 TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
 
 
-def curves(record: Record) -> dict[str, float]:
-    """Return the value of each curve at `record.step`, by tag.
+def curves(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the value of each curve at the record's step, by tag; see `Record.to_dict`.
 
     Goodput records become shares: the fraction of the time since the previous goodput record that
     was spent on each activity. The result is empty for a kind that is not in `GROUPS`.
     """
-    if record.kind not in GROUPS:
+    kind = record["kind"]
+    if kind not in GROUPS:
         return {}
-    fields = record.to_dict()
-    del fields["step"]
-    if record.kind == "goodput":
+    fields = {name: value for name, value in record.items() if name not in ("kind", "step")}
+    if kind == "goodput":
         total = sum(fields["seconds"].values()) or 1.0
         fields = {activity: seconds / total for activity, seconds in fields["seconds"].items()}
     out: dict[str, float] = {}
     for name, value in fields.items():
         if (name, value) != ("skipped", False):
-            default = f"{GROUPS[record.kind]}/{name}"
-            out |= _numbers(TAGS.get(f"{record.kind}/{name}", default), value)
+            default = f"{GROUPS[kind]}/{name}"
+            out |= _numbers(TAGS.get(f"{kind}/{name}", default), value)
     return out
 
 

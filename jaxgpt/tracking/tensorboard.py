@@ -14,6 +14,8 @@ from jaxgpt.tracking.curves import TEXTS, curves
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import Record
 
+HYPERPARAMETERS = ("model", "optimizer", "parallel", "train")  # sections in the HParams tab
+
 
 class TensorBoard:
     """Writes tensorboard/ in the run directory."""
@@ -51,12 +53,13 @@ class TensorBoard:
                 self._write_text(rewind["step"], "rewind", rewind["cause"])
 
     def _write_settings(self) -> None:
-        """Write the settings for the HParams tab, which shows them next to the losses."""
+        """Write the hyperparameters for the HParams tab, which shows them next to the losses."""
         from tensorboardX.summary import hparams
 
         plain = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in settings(self._run.config).items()
+            if name.partition(".")[0] in HYPERPARAMETERS
         }
         for summary in hparams(plain, {"train/loss": 0.0, "eval/val_loss": 0.0}):
             self._write(0, summary=summary)
@@ -84,7 +87,7 @@ class TensorBoard:
 
         values = [
             Summary.Value(tag=tag, simple_value=float(value))
-            for tag, value in curves(record).items()
+            for tag, value in curves(record.to_dict()).items()
         ]
         if values:
             self._write(record.step, summary=Summary(value=values))

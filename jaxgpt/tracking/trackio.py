@@ -38,9 +38,9 @@ class Trackio:
         self.rewind(-1 if resume_step is None else resume_step)
 
     def log(self, record: Record) -> None:
-        if time.monotonic() > self._written + WRITE_SECONDS:
-            self._write()
-        values = curves(record)
+        if record.kind == "checkpoint" or time.monotonic() > self._written + WRITE_SECONDS:
+            self._write()  # a run that is killed continues from the checkpoint
+        values = curves(record.to_dict())
         if values:
             self._waiting.append((record.step, values))
 

@@ -11,14 +11,18 @@ from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.config import UsageError
 from jaxgpt.tracking.about import names, settings
 from jaxgpt.tracking.curves import curves
+from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
 from jaxgpt.tracking.records import Record
+
+IN_ORDER = ("train", "eval", "sample")  # kinds of records that are never about an earlier step
 
 
 class Wandb:
     """Writes a W&B run, with its local files in wandb/ in the run directory.
 
     A resumed or rewound run continues as the same W&B run: `resume_from` makes W&B drop its later
-    steps. In offline mode, this happens when `wandb sync` uploads the files.
+    steps. In offline mode, this happens when `wandb sync` uploads the files. If the process was
+    killed, W&B may have lost its last records, so they are logged again from metrics.jsonl.
 
     W&B accepts values only for its newest step. Evaluations and other records may be about an
     earlier step, so the charts of their groups have an x-axis of their own, such as `eval/at_step`.
@@ -48,9 +52,13 @@ class Wandb:
         if base.mode == "online" and not wandb.login(prompt=False):
             raise UsageError("no API key; run `wandb login`, or set WANDB_MODE=offline")
         self._folder.mkdir(exist_ok=True)
-        continued: dict[str, Any] = {}
+        continued, complete = {}, 0
         if resume_step is not None and self._id_file.exists():
-            continued["resume_from"] = f"{self._id_file.read_text().strip()}?_step={resume_step}"
+            run_id, n_complete = self._id_file.read_text().split()
+            complete = min(int(n_complete), resume_step)
+            # Offline, the files of a killed process may lack the start of the W&B run.
+            if complete or base.mode == "online":
+                continued["resume_from"] = f"{run_id}?_step={complete}"
         self._wandb_run = wandb.init(
             **names(self._run),
             **continued,
@@ -64,30 +72,42 @@ class Wandb:
                 finish_timeout_raises=True,
             ),
         )
-        self._id_file.write_text(f"{self._wandb_run.id}\n")
-        self._step = resume_step or 0
+        self._step = complete + 1 if continued else 0
+        self._keep_id(complete)
         folder = self._run.directory / "wandb"
         offline = f"wandb sync {folder}/offline-run-*-{self._wandb_run.id}*"
         self.view = self._wandb_run.url or offline
+        for record in read_records(self._run.directory / METRICS) if resume_step else ():
+            is_missing = complete < record["step"] <= resume_step
+            if is_missing and record["kind"] not in PERSISTENT_KINDS:
+                self._log(record)
+
+    def _keep_id(self, complete: int) -> None:
+        """Keep the ID of the W&B run, and the step up to which W&B has all records."""
+        self._id_file.write_text(f"{self._wandb_run.id} {complete}\n")
 
     def log(self, record: Record) -> None:
+        self._log(record.to_dict())
+
+    def _log(self, record: dict[str, Any]) -> None:
         import wandb
 
         values: dict[str, Any] = curves(record)
-        if record.kind == "train":
-            self._step = record.step
-        else:
+        if record["kind"] in IN_ORDER:
+            self._step = max(self._step, record["step"])
+        if record["kind"] != "train":
             for group in {tag.partition("/")[0] for tag in values}:
                 self._wandb_run.define_metric(f"{group}/*", step_metric=f"{group}/at_step")
-                values[f"{group}/at_step"] = record.step
-        if record.kind == "startup":
-            self._wandb_run.summary.update({"startup": dict(record.values)})
-        if record.kind == "sample":
-            values["sample"] = wandb.Html(f"<pre>{html.escape(record.text)}</pre>")
+                values[f"{group}/at_step"] = record["step"]
+        if record["kind"] == "startup":
+            self._wandb_run.summary.update({"startup": record})
+        if record["kind"] == "sample":
+            values["sample"] = wandb.Html(f"<pre>{html.escape(record['text'])}</pre>")
         if values:
             self._wandb_run.log(values, step=self._step)
 
     def close(self) -> None:
-        wandb_run, self._wandb_run = self._wandb_run, None
-        if wandb_run is not None:
-            wandb_run.finish()
+        if self._wandb_run is not None:
+            self._wandb_run.finish()
+            self._keep_id(self._step)
+            self._wandb_run = None

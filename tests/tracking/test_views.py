@@ -5,8 +5,10 @@ import json
 import os
 import sqlite3
 import struct
+import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,16 +37,20 @@ TAGS = {
 def write_run(directory, *trackers):
     """Write a run that is resumed three times and rewound once, with other numbers each time."""
     directory.mkdir()
-    config = load_config("tiny").replace(train__trackers=trackers, train__tracker_group="sweep")
-    run, said = SimpleNamespace(directory=directory, config=config), []
+    said = []
     for attempt, (resume_step, last) in enumerate([(None, 12), (8, 20), (16, 24), (24, 30)]):
-        found = Trackers(run, resume_step, said.append)
+        found = open_trackers(directory, trackers, resume_step, said.append)
         train(found, attempt, resume_step or 0, last)
         if attempt == 1:
             found.rewind(12)
             train(found, 10, 12, 18)
         found.close()
     assert said == []
+
+
+def open_trackers(directory, names, resume_step=None, say=print):
+    config = load_config("tiny").replace(train__trackers=names, train__tracker_group="sweep")
+    return Trackers(SimpleNamespace(directory=directory, config=config), resume_step, say)
 
 
 def train(trackers, attempt, after, last):
@@ -101,14 +107,15 @@ def wandb_curves(directory):
     """Return the points of each curve, and the IDs of the runs, as `wandb sync` uploads them."""
     rows, ids = {}, set()
     parts = [list(wandb_records(path)) for path in directory.glob("wandb/offline-run-*/*.wandb")]
-    for part in sorted(parts, key=started):
+    for part in sorted(filter(None, parts), key=started):  # a killed process may leave none
         for record in part:
             if record.HasField("run"):
                 ids.add(record.run.run_id)
+                last = -1  # this part starts a new run
                 if record.run.HasField("branch_point"):
-                    assert record.run.branch_point.run in ids
+                    assert record.run.branch_point.run == record.run.run_id
                     last = record.run.branch_point.value
-                    rows = {step: row for step, row in rows.items() if step <= last}
+                rows = {step: row for step, row in rows.items() if step <= last}
             elif record.HasField("history"):
                 items = record.history.item
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
@@ -190,6 +197,36 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     assert len(ids) == 1
 
 
+@pytest.mark.parametrize("killed", ["first", "second"])
+def test_wandb_has_every_step_of_a_process_that_was_killed(tmp_path, monkeypatch, killed):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    start = None
+    if killed == "second":
+        trackers, start = open_trackers(tmp_path, ("wandb",)), 4
+        train(trackers, 0, 0, 6)
+        trackers.close()
+        wandb.teardown()  # otherwise, the next process would share W&B's process with this one
+    code = f"""
+import os, pathlib, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_views
+trackers = test_views.open_trackers(pathlib.Path({str(tmp_path)!r}), ("wandb",), {start})
+test_views.train(trackers, 1, {start or 0}, 12)
+background = trackers._all["train.trackers=wandb"]
+while background._todo.qsize():
+    pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    trackers = open_trackers(tmp_path, ("wandb",), 8)
+    train(trackers, 2, 8, 16)
+    trackers.close()
+    wandb.teardown()
+    found, _ = wandb_curves(tmp_path)
+    assert found == curves_of(tmp_path)
+
+
 def test_trackio_s_database_has_one_row_for_each_record(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     from trackio import sqlite_storage
@@ -247,8 +284,6 @@ def test_a_tracker_without_its_package_is_refused_with_the_fix(monkeypatch):
 
 
 def test_packages_of_trackers_are_imported_only_on_request(tmp_path):
-    import subprocess
-
     code = (
         "import sys, jaxgpt.tracking as t; t.check_trackers(['csv', 'tensorboard']);"
         "print({'wandb', 'trackio', 'tensorboardX'} & sys.modules.keys())"
