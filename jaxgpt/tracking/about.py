@@ -1,4 +1,4 @@
-"""What trackers show about a run besides its records: its names and its settings."""
+"""The names and settings of a run, for trackers."""
 
 from typing import Any
 

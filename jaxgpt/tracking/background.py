@@ -31,7 +31,7 @@ class BackgroundTracker:
 
     @property
     def view(self) -> str:
-        """Return the tracker's `view`, or an empty string if it has none."""
+        """Return the `view` of the tracker. It is empty for a tracker without one."""
         return getattr(self._tracker, "view", "")
 
     def open(self, run: Any, resume_step: int | None) -> None:

@@ -83,7 +83,7 @@ class Wandb:
                 self._log(record)
 
     def _keep_id(self, complete: int) -> None:
-        """Keep the ID of the W&B run, and the step up to which W&B has all records."""
+        """Save the ID of the W&B run, and the last step before which no record is missing."""
         self._id_file.write_text(f"{self._wandb_run.id} {complete}\n")
 
     def log(self, record: Record) -> None:

@@ -51,4 +51,6 @@ def test_norms_are_those_of_the_checkpoints(tmp_path):
 
 def test_gradients_in_host_memory_are_refused():
     with pytest.raises(UsageError, match=r"train.layers_every=5: not possible.*offload=moments"):
-        load_config("tiny", "train.layers_every=5", "parallel.offload=state")
+        load_config(
+            "tiny", "train.layers_every=5", "parallel.offload=state", "parallel.scan_layers=True"
+        )
