@@ -26,6 +26,7 @@ class BackgroundTracker:
         self._todo: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
         self._closing = threading.Event()
         self._error: Exception | None = None
+        self._has_rewound = False  # since the last training record
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -38,11 +39,16 @@ class BackgroundTracker:
         self._put("open", run, resume_step)
 
     def log(self, record: Record) -> None:
+        if record.kind == "train":
+            self._has_rewound = False
+        if record.kind == "goodput" and self._has_rewound:
+            return  # it may be about steps that the rewind has dropped
         if self._todo.qsize() >= LIMIT:
             raise TimeoutError(f"it is {LIMIT} records behind")
         self._put("log", record)
 
     def rewind(self, step: int) -> None:
+        self._has_rewound = True
         self._put("rewind", step)
 
     def close(self, seconds: float = ANSWER) -> None:

@@ -300,12 +300,10 @@ class Reporter:
             self._console.progress(run.resume_step or 0)
         if self._trackers is not None:
             self._keep_config()
-            self._goodput.continue_from(run.resume_step or 0)  # logs a step that is then dropped
             self._trackers.rewind(run.resume_step or 0)
-        else:
-            if self._cluster.is_main:
-                self._trackers = Trackers(run, run.resume_step, say=self._console.info)
-            self._goodput.continue_from(run.resume_step or 0)
+        elif self._cluster.is_main:
+            self._trackers = Trackers(run, run.resume_step, say=self._console.info)
+        self._goodput.continue_from(run.resume_step or 0)
         for record in records:
             self.log(record)
         if self._has_started:
