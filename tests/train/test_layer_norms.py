@@ -32,12 +32,12 @@ def layers_of(directory, step):
 
 
 def test_norms_are_those_of_the_checkpoints(tmp_path):
-    every_step = ("train.max_iters=4", "checkpoint.interval=1", "checkpoint.keep=10")
+    every_step = ("train.max_iters=2", "checkpoint.interval=1", "checkpoint.keep=10")
     settings = (*SMALL, "model.n_layer=3", *every_step, *PLAIN_SGD, "train.layers_every=2")
-    train_here(*settings, "--out", tmp_path, "--mesh", "2,2,2")
+    train_here(*settings, "--out", tmp_path, "--mesh", "1,2,2")
     lr = {r["step"]: r["lr"] for r in records(tmp_path)}
     found = records(tmp_path, "layers")
-    assert [r["step"] for r in found] == [2, 4]
+    assert [r["step"] for r in found] == [2]
     for record in found:
         step = record["step"]
         before, after = layers_of(tmp_path, step - 1), layers_of(tmp_path, step)
