@@ -63,7 +63,9 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
         config: name of a preset, or path of a YAML file, such as the config.yaml of a run.
         settings: arguments of the command, such as "train.max_iters=100" or "--mesh", "2,1,4".
 
-    Raises `UsageError` if a setting is unknown, malformed or contradicts another one.
+    Raises `UsageError` if the file or the weights cannot be read, or if a setting is unknown or
+    malformed, has no effect, or contradicts another one. train.batch_size_per_device needs a mesh
+    without -1.
     """
     return parse_args(
         ["--config", str(config), *settings],
@@ -85,7 +87,8 @@ class StepBatch(NamedTuple):
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
     """Yield the global batches of steps, which are counted from 1 and may be in any order.
 
-    JAX is not imported. Raises `UsageError` if the data cannot be read.
+    JAX is not imported. The default data is prepared if it is missing. Raises `UsageError` if the
+    data cannot be prepared or read, if faults.random_tokens is invalid, or if a step is below 1.
     """
     prepare_default_data(config.data)
     dataset = open_dataset(config.data, config.model)
@@ -115,8 +118,8 @@ def load_model(
         batch_size: number of rows to compute at once.
         cluster: the processes of the job; None means only this process.
 
-    Raises `UsageError` if there is no such checkpoint, if it is damaged, or if the mesh does not
-    fit the devices or the model.
+    Raises `UsageError` if there is no such checkpoint, if it is damaged, if `dtype` is another one,
+    or if the mesh does not fit the devices or the model.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
@@ -131,7 +134,8 @@ class Trainer:
 
     With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
     bit. The command can continue a run that `save` wrote, and `restore` can continue a run of the
-    command. A trainer writes files only in `save`. It detects loss spikes, but does not rewind.
+    command. A trainer writes to a run directory only in `save`. It detects loss spikes, but does
+    not rewind.
 
     All processes of a job call the methods together.
     """
@@ -179,7 +183,10 @@ class Trainer:
 
     @property
     def state(self) -> "TrainState":
-        """The state after `step`. The next step donates its arrays, so copy those that you keep."""
+        """The state after `step`. The next step donates its arrays, so copy those that you keep.
+
+        Raises `UsageError` if the initial weights cannot be read or do not match the configuration.
+        """
         if self._state is None:
             self._state = self._first_state()
         return self._state
@@ -269,8 +276,8 @@ class Trainer:
         All commands can read the directory, and `python -m jaxgpt.train --out RUN` continues the
         run. Older checkpoints are removed as checkpoint.keep says.
 
-        Raises `UsageError` if the directory holds another run or a later checkpoint, or cannot be
-        written.
+        Raises `UsageError` if the directory holds another run, or a checkpoint of this step or a
+        later one, or if it cannot be written.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import checkpoint_json, checkpoint_tree

@@ -298,12 +298,15 @@ VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")
 
 
 def find(table: dict[str, str], word: str) -> str:
-    """Return a table's entry for a flag, or an empty string if there is none."""
+    """Return a table's entry for a flag, or an empty string if there is none.
+
+    A key of the table holds one or more flags, separated by spaces.
+    """
     return next((text for words, text in table.items() if word in words.split()), "")
 
 
 def find_end(table: dict[str, str], key: str) -> str:
-    """Return a table's entry for a flag, or for the longest part after a dot that has an entry.
+    """Return the entry of `find` for a flag, or for the longest part after a dot that has one.
 
     Returns an empty string if there is none.
     """

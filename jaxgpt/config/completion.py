@@ -36,7 +36,10 @@ complete -o default -F _jaxgpt jaxgpt python python3"""
 
 
 def bash_script(commands: Iterable[str]) -> str:
-    """Return a script that completes the command lines of jaxgpt."""
+    """Return a shell script that completes the command lines of jaxgpt.
+
+    `commands` are the names of the commands, such as train.
+    """
     values = {key: words_of(kind) for key, kind in settings().items()}
     values |= {"config": list(presets())}
     branches = [

@@ -12,7 +12,7 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 class UsageError(ValueError):
     """A mistake that the user can fix; the exit status is 2.
 
-    The message gives the key, the value and the fix on one line. If there are several mistakes,
+    The message says on one line what is wrong and how to fix it. If there are several mistakes,
     each is an argument and gets its own line.
     """
 
@@ -24,8 +24,8 @@ class UsageError(ValueError):
 def expand_user(path: str, key: str = "") -> str:
     """Return a path with its ~ expanded, which shells do not do in `key=~/...`.
 
-    Raises `UsageError` if no home directory is known or no file can have this name. The message
-    begins with `key` and the path.
+    Raises `UsageError` if the home directory is unknown, or if no file can have this name because
+    it is too long or contains a null character. The message begins with `key`.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):
@@ -101,5 +101,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text; if it is longer than `most` characters, truncate it and append `...`."""
+    """Return the text; if it is longer than `most` characters, return that many and `...`."""
     return text if len(text) <= most else f"{text[:most]}..."

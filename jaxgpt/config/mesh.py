@@ -99,7 +99,7 @@ class MeshShape(dict[str, int]):
     def splits_only_batch(self) -> bool:
         """True for pure data parallelism: devices split the batch and nothing else.
 
-        A size of -1 counts as 1.
+        A size of -1 counts as 1. A single device counts as pure data parallelism.
         """
         shards = self.split_of("shards_parameters")
         return shards == 1 and self.n_devices == self.split_of("splits_batch")

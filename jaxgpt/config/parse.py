@@ -74,9 +74,9 @@ def _print_note(text: str) -> None:
 def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
+    `overrides` are command-line arguments, which are read as by `parse_args` with its defaults.
     Settings whose values higher layers define, such as `optimizer.name`, are not checked. Raises
-    `UsageError` if there is no such file or preset or it is unreadable, or if a setting is unknown
-    or malformed, has no effect, or contradicts another setting.
+    `UsageError` as `parse_args` does.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -101,26 +101,29 @@ def parse_args(
     """Return the validated configuration that a command line describes.
 
     `--help` prints every key, or those of one group (`--help model`), and exits with status 0.
+    In the result, `train.batch_size_per_device` is None, because it has been converted to
+    `train.batch_size`; see `counts_devices_later` for the exception.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
-            `--config`. The default for `--config` is the config.yaml in `--out` if that exists, or
-            else the result of `saved_settings`, or else the `tiny` preset. Its key `out` is
-            ignored, and so are its data sources if `argv` sets one. From `--out`,
-            `data.accept_changes` and `checkpoint.resume` are ignored, too.
+            `--config`. The default for `--config` is the config.yaml in `--out` if it is readable,
+            or else the result of `saved_settings`, or else a preset: `tiny`, or that of another
+            program if `argv` has its flags. Its key `out` is ignored. Its data sources are ignored
+            if `argv` sets one, and `train.batch_size_per_device` if `argv` sets `train.batch_size`.
+            From `--out`, `data.accept_changes` and `checkpoint.resume` are ignored, too.
         prog: The name of the command in the text of `--help` and in corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options found in
             the former, by name. They take precedence over the defaults and over a preset, except
             that a preset can reduce model.block_size. They do not take precedence over the user's
             YAML file, the run directory or the command line. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            It is called if the directory has no readable config.yaml.
+            It is called if `--out` is the default for `--config` and has no readable config.yaml.
         choices: Allowed values of keys such as `optimizer.name`, which higher layers define, and
             the keys that each value uses; see `validate.Choices`. None does not check them.
-        note: Called with each sentence about an argument of another program. By default, they are
-            printed to stderr.
-        counts_devices_later: Accept `train.batch_size_per_device` although parallel.mesh leaves the
-            number of devices open.
+        note: Called with each remark about flags of other programs and the computed batch size. By
+            default, remarks are printed to stderr.
+        counts_devices_later: Leave `train.batch_size_per_device` as it is if parallel.mesh leaves
+            the number of devices open. By default, this is an error.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
@@ -259,8 +262,10 @@ def train_command(
 ) -> tuple[str, list[str]]:
     """Return the command of jaxgpt.train for the arguments of another program, and remarks.
 
-    `config` is the preset with the defaults of that program, or None if the arguments show which
-    program it is. Values that contain variables of a shell, such as $SIZE, are not checked.
+    `config` is the preset with the defaults of that program, for arguments that do not show which
+    program it is; None selects no preset for them. `quote` quotes an argument for the shell. Values
+    that contain variables of a shell, such as $SIZE, are not checked. Arguments that cannot be
+    translated are left out, and a remark lists them.
     """
     line = translate(argv, presets())
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -300,9 +305,9 @@ def _join(start: list[str], given: Words, quote: Callable[[str], str] = shlex.qu
 def override_data(config: Config, argv: Sequence[str]) -> Config:
     """Return a validated copy of the configuration, with the `data.*` settings in `argv` applied.
 
-    A data source in `argv` replaces all data sources of `config`. Unless `argv` sets them,
-    data.accept_changes and checkpoint.resume are reset to their defaults. Raises `UsageError` if
-    `argv` contains any other setting or a malformed one, or if the result is not valid.
+    A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
+    default, and so is data.accept_changes unless `argv` sets it. Raises `UsageError` if `argv`
+    contains any other setting or a malformed one, or if the result is not valid.
     """
     line = translate(argv, presets())
     if line.problems:
@@ -468,8 +473,9 @@ def _value(name: str, words: Sequence[str]) -> Any:
 def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:
     """Return the text of --help: every key with its type, bounds, default and description.
 
-    `choices` lists the allowed values of keys whose type does not list them. `group` restricts the
-    text to one section.
+    `prog` is the name of the command. `choices` lists the allowed values of keys whose type does
+    not list them. `group` restricts the text to one section; the name of no section, such as "",
+    selects all.
     """
     sections = {
         name: section

@@ -454,6 +454,7 @@ class Config:
 
     @property
     def microbatch_size(self) -> int:
+        """The number of sequences in a microbatch of the whole job."""
         return self.train.batch_size // self.train.gradient_accumulation_steps
 
     @property

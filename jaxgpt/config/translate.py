@@ -36,7 +36,7 @@ class CommandLine:
     default_words: dict[str, list[str]] = field(default_factory=dict)  # its additional settings
 
     def put(self, key: str, words: Sequence[str], argument: str) -> None:
-        """Set a key. It is a problem if an alias of it was set to something else before."""
+        """Set a key, or leave out the argument if an alias has set the key to another value."""
         other = self.shown.get(key, "")
         if other and _name(other) != _name(argument) and not _same(self.words[key], words):
             self.leave_out(
@@ -46,12 +46,16 @@ class CommandLine:
         self.words[key], self.shown[key] = list(words), argument
 
     def leave_out(self, argument: str, problem: str) -> None:
+        """Record a problem, and leave its argument out of the corrected command."""
         self.problems.append(problem)
         self.left_out.append(argument)
 
 
 def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
     """Return the settings that a command line describes.
+
+    Arguments that cannot be translated do not raise an error, but are among the `problems` of the
+    result. Values are not checked. A DeepSpeed configuration in `argv` is read.
 
     Args:
         argv: The arguments, which may be flags of other programs.

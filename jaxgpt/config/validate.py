@@ -15,7 +15,8 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 def validate(config: Config) -> None:
     """Raise `UsageError` if settings are invalid or contradict each other.
 
-    This covers the rules that do not depend on the data or the devices.
+    This covers the rules that do not depend on the data, on the devices or on tables of choices
+    (see `check_choices`).
     """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
@@ -203,7 +204,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def is_changed(section: Any, key: str) -> bool:
-    """Return whether a setting differs from its default."""
+    """Return whether key `key` of a section, such as a `ModelConfig`, differs from its default."""
     return getattr(section, key) != getattr(type(section)(), key)
 
 
@@ -268,7 +269,8 @@ def check_batch(config: Config, shape: MeshShape) -> None:
 def with_batch_size(config: Config, shape: MeshShape) -> Config:
     """Return the configuration with train.batch_size_per_device replaced by train.batch_size.
 
-    A size of -1 in `shape` counts as 1. Raises `UsageError` if the batch is too large.
+    If that is None, the configuration does not change. A size of -1 in `shape` counts as 1. Raises
+    `UsageError` if the batch has 2^31 sequences or more.
     """
     size = config.train.batch_size_per_device
     if size is None:
@@ -284,7 +286,10 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 
 
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
-    """Return how train.batch_size is computed from train.batch_size_per_device."""
+    """Return how train.batch_size is computed from train.batch_size_per_device, which must be set.
+
+    A size of -1 in `shape` counts as 1. Raises `UsageError` as `with_batch_size` does.
+    """
     train, n = config.train, shape.split_of("splits_batch")
     devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
     parts = f" x {steps} microbatches" if steps > 1 else ""
@@ -308,8 +313,9 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    Only the keys in `choices`, `optimizer.schedule` and data.end_of_text are checked. `given` holds
-    the strings for each key on the command line.
+    This checks the keys in `choices` and optimizer.schedule, the keys that their values use,
+    data.end_of_text, and whether `given` has both train.batch_size and train.batch_size_per_device.
+    `given` holds the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

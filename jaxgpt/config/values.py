@@ -27,11 +27,15 @@ def settings() -> dict[str, Any]:
 
 
 def takes_many(kind: Any) -> bool:
+    """Return whether a setting of this type takes a list of words."""
     return typing.get_origin(kind) is tuple
 
 
 def convert(kind: Any, words: Sequence[str]) -> Any:
-    """Convert strings to the given type. Raises `ValueError` or `KeyError` if they do not fit."""
+    """Convert strings to a type from `settings`.
+
+    Raises `ValueError` or `KeyError` if they do not fit.
+    """
     arguments = typing.get_args(kind)
     if takes_many(kind):
         if arguments[0] is not str:  # strings may contain spaces
@@ -56,7 +60,10 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """Return a description of the values that a type allows, such as "a finite number"."""
+    """Return a description of the values that a type from `settings` allows.
+
+    It completes a sentence that ends in "must be", for example with "a finite number".
+    """
     arguments = typing.get_args(kind)
     if takes_many(kind):
         if typing.get_origin(arguments[0]) is Literal:

@@ -74,7 +74,7 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 
 
 def total_weight(batch: Batch) -> jax.Array:
-    """Return max(sum of the weights, 1), so that the loss of a batch without targets is 0."""
+    """Return max(sum of the weights, 1), a float32 scalar; a batch without targets has loss 0."""
     return jnp.maximum(batch.weights.sum(), 1.0)
 
 

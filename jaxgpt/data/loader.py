@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class RowLocation(NamedTuple):
-    """Location of a row in the data. `corpus` and `source` are indices."""
+    """Location of a row in the data.
+
+    `corpus` and `source` are indices into the `corpora` and `sources` of the `Dataset`.
+    """
 
     corpus: int
     source: int
@@ -93,12 +96,15 @@ class Loader:
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
-        """Return a loader for microbatches of a split, in a different order from training."""
+        """Return a loader for microbatches of a split, in a different order from training.
+
+        Each of its steps, which count from 1, is one microbatch.
+        """
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the sequence number of a row, counted from 0 over the whole run."""
+        """Return the sequence number of a row of a step, counted from 0 over the whole run."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
@@ -194,8 +200,8 @@ def global_array(
 ) -> "jax.Array":
     """Return a global array with this shape and sharding; only the row axis may be sharded.
 
-    `read` returns the values of a range of rows. Each process reads only the rows of its own
-    devices.
+    `read` returns the values of a range of rows: (rows, ...). Each process reads only the rows of
+    its own devices, and raises the errors of `read`.
     """
     import jax
 

@@ -56,7 +56,10 @@ class Index:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def find(self, token: int) -> Document:
-        """Return the document that contains the token at offset `token`, in O(log S) reads."""
+        """Return the document that contains the token at offset `token`, in O(log S) reads.
+
+        `token` must be at least 0 and less than `total_tokens`.
+        """
         assert 0 <= token < self.total_tokens, token
         # An empty sequence starts where the next one does, so the last match contains the token.
         sequence = bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
@@ -76,7 +79,10 @@ def is_pair(path: Path) -> bool:
 
 
 def open_pair(path: Path) -> OpenSource:
-    """Open a pair of files as the split "train"; raise `UsageError` as `read_index` does."""
+    """Open the pair of files of a path that `is_pair` recognises, as the split "train".
+
+    Raises `UsageError` as `read_index` does.
+    """
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
     return OpenSource({"train": Tokens(file)}, index.find)
@@ -90,6 +96,8 @@ def prefix_of(path: Path | str) -> Path:
 
 def read_index(prefix: Path | str) -> Index:
     """Open PREFIX.idx, and check a sample of its entries and the size of PREFIX.bin.
+
+    `prefix` has one of the forms that `prefix_of` takes.
 
     Raises:
         UsageError: if a file is missing, unreadable, damaged or empty, or does not contain text.

@@ -27,7 +27,8 @@ def open_folder(path: Path) -> OpenSource:
     """Open the files of all splits, with their loss masks.
 
     The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if the file of
-    a split in meta.json is missing or a file is damaged, and `OSError` if one cannot be read.
+    a split in meta.json is missing, if a file is damaged or if meta.json does not list a mask, and
+    `OSError` if a file cannot be read.
     """
     meta = read_meta(path)
     files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
@@ -48,7 +49,8 @@ def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the split "train", with its loss mask.
 
     The dtype is read from a meta.json in the same folder; without one, it is uint16. Raises
-    `UsageError` if a file is missing or damaged, and `OSError` if one cannot be read.
+    `UsageError` if a file is missing or damaged or meta.json does not list the mask, and `OSError`
+    if a file cannot be read.
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)
@@ -57,7 +59,7 @@ def open_file(path: Path) -> OpenSource:
 
 
 def mask_path(path: Path) -> Path:
-    """Return the path of a token file's loss mask."""
+    """Return the path of a token file's loss mask: FILE.mask.bin for FILE.bin."""
     return path.with_suffix(".mask.bin")
 
 

@@ -60,7 +60,7 @@ class EpochSampler:
 
 
 def permute(indices: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Apply a pseudorandom permutation of 0..n-1 (n > 1) to 1-D `indices`: int64, same shape.
+    """Apply a pseudorandom permutation of 0..n-1 (n > 1) to 1-D `indices`; return int64, (size,).
 
     The permutation is the Simon block cipher (https://eprint.iacr.org/2013/404) with blocks of at
     least 16 bits and `ROUNDS` rounds. Results outside 0..n-1 are encrypted again (cycle walking).

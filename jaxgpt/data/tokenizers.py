@@ -41,8 +41,9 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
-        Names of special tokens are encoded as plain text. Raises `UsageError` if the vocabulary
-        cannot represent a character, such as a surrogate.
+        Names of special tokens are encoded as plain text. Raises `UsageError` if `text` contains a
+        surrogate, or a character that a character vocabulary lacks. A `FileTokenizer` may instead
+        map unknown characters to an unknown token, or drop them.
         """
         raise NotImplementedError
 
@@ -51,7 +52,8 @@ class Tokenizer:
 
         Tokenizers with special tokens encode in parallel. With `parse_special`, they encode the
         name of a special token as that token, and otherwise as plain text. Other tokenizers ignore
-        `parse_special`. Raises `UsageError` if a character is not in the vocabulary. Texts must not
+        `parse_special`. Raises `UsageError` if a character vocabulary lacks a character, or if
+        `parse_special` is set and the tokenizer is a `SentencePieceTokenizer`. Texts must not
         contain surrogates.
         """
         return [self.encode(text) for text in texts]
@@ -64,7 +66,11 @@ class Tokenizer:
         raise NotImplementedError
 
     def count_bytes(self, tokens: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens."""
+        """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens.
+
+        `tokens` are IDs in the vocabulary, of shape (tokens,). With a `FileTokenizer`, an
+        incomplete character counts as U+FFFD, which has 3 bytes.
+        """
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
@@ -79,7 +85,10 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write the files that the JSON description refers to, in `directory`."""
+        """Write the files that the JSON description refers to, if any, in `directory`.
+
+        Raises `OSError` if a file cannot be written.
+        """
 
 
 class CharTokenizer(Tokenizer):
@@ -258,7 +267,7 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers produce the same tokens, even if their files differ.
 
     If two tokenizer.json files differ, their vocabularies and their tokenizations of a test text
-    are compared.
+    are compared, which raises `UsageError` if the `tokenizers` package is not installed.
     """
     if one.to_meta() == other.to_meta():
         return True
@@ -315,8 +324,8 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             vocab.json and merges.txt).
         end_of_text: the name of the token between documents. The default is the `eos_token` in a
             tokenizer_config.json in the same folder, or else a common name for this token. If the
-            vocabulary lacks all of these, the result has no end-of-text token. A SentencePiece
-            model defines the default itself. Ignored for `byte`.
+            vocabulary lacks all of these, the result has no end-of-text token. A prepared dataset
+            or a SentencePiece model defines the default itself. Ignored for `byte`.
 
     Raises:
         UsageError: if the tokenizer at `path` is missing or invalid, if it lacks the given
@@ -416,7 +425,7 @@ def _parse(content: bytes):
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return a prompt followed by the text of the tokens that continue it.
+    """Return `prompt` followed by the text of `tokens`, the token IDs that continue it.
 
     Raises `UsageError` if the tokenizer cannot encode the prompt.
     """

@@ -113,8 +113,8 @@ def input_folder(
     """Yield the settings, with data.path set to a temporary folder of tokens for --input.
 
     All processes must call this. The first process of each host tokenizes the text with the run's
-    tokenizer or data.tokenizer. Raises `UsageError` if the tokenizer is unknown or the text cannot
-    be tokenized.
+    tokenizer or data.tokenizer. Raises `UsageError` if the tokenizer is unknown, if the text cannot
+    be tokenized, or if `settings` name data, too.
     """
     if arguments.input is None:
         yield settings

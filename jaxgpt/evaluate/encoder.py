@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jaxgpt.convert.safetensors import read_json
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
 
-# Files in which transformers saves tokenizer settings, next to the weights. The first file takes
-# precedence.
+# transformers saves a tokenizer's settings in these files, in the folder of the weights. If both
+# files have a setting, the first file takes precedence.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -36,8 +36,8 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     For weights from transformers, the encoder behaves like transformers 5 with its default
     settings. If the tokenizer settings contain add_bos_token or add_eos_token, these determine
     whether BOS and EOS are added. Otherwise, tokenizer.json determines the special tokens. For
-    other weights, no special tokens are added. Raises `UsageError` if a settings file is not a JSON
-    object.
+    other weights, no special tokens are added. Raises `UsageError` if a settings file cannot be
+    read as a JSON object.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)

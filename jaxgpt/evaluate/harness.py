@@ -129,6 +129,7 @@ class JaxGPT(TemplateLM):
         """Return the log-likelihood of each text in nats. Each token is predicted once.
 
         A text begins after `prefix_token_id`, and is split into windows of at most `max_length`.
+        Raises `UsageError` as `tok_encode` does.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
@@ -149,10 +150,10 @@ class JaxGPT(TemplateLM):
         return [Pair(*make_disjoint_window(window)) for window in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the generated continuation of each context, up to the first stop sequence.
+        """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
-        A context that leaves no room for max_gen_toks tokens is truncated on the left. Raises
-        `UsageError` for generation options that are not supported.
+        It has at most max_gen_toks tokens. A context that leaves no room for max_gen_toks tokens is
+        truncated on the left. Raises `UsageError` for generation options that are not supported.
         """
         out = []
         for request in requests:

@@ -171,7 +171,8 @@ class Model:
             cluster: the processes of the job.
             params: the parameters, if they are already on the mesh; None loads the checkpoint.
 
-        Raises `UsageError` if the mesh does not fit the devices or the checkpoint is damaged.
+        Raises `UsageError` if the mesh does not fit the devices, or if the checkpoint is damaged or
+        cannot be read.
         """
         if params is None:
             initialize_jax(cluster, mesh_shape(trained.config))
@@ -248,14 +249,14 @@ class Model:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the logits of the token after each token: float32 (T, V), or (B, T, V) for rows.
 
-        Every token attends to the tokens before it. `score` computes its losses from the same
-        logits.
+        Attention is the same as in training. `score` computes its losses from the same logits.
 
         Args:
             tokens: token IDs of one text, (T,), or of several texts of the same length, (B, T). T
                 is at most `block_size`.
 
-        Raises `UsageError` if a token is not in the vocabulary, or if there are too many tokens.
+        Raises `UsageError` if a token is not in the vocabulary, if there are too many tokens or
+        none, or if `tokens` has another shape or dtype.
         """
         given = self._check_tokens(tokens)
         texts = given.reshape(-1, given.shape[-1])
@@ -360,7 +361,8 @@ class Model:
             top_k: sample only from the `top_k` most likely tokens; None samples from all.
             seed: random seed.
 
-        Raises `UsageError` if a token is not in the vocabulary, or if a number is out of range.
+        Raises `UsageError` if the prompt is empty, if a token is not in the vocabulary, or if a
+        number is out of range.
         """
         check_temperature(temperature, "temperature")
         if n_tokens < 1 or (top_k is not None and top_k < 1):

@@ -109,8 +109,8 @@ class Split:
         """Return the number of UTF-8 bytes in the predicted tokens of each text.
 
         Only tokens that count toward the loss are included. The number is None if the tokenizer is
-        unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, or a
-        token is not in the vocabulary of the model or of the tokenizer.
+        unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, a
+        mask is invalid, or a token is not in the vocabulary of the model or of the tokenizer.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -152,8 +152,8 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`, or all its tokens if `name` is `ALL`.
 
     `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
-    Raises `UsageError` if the data is missing or damaged, its tokenizer differs from the model's
-    and data.accept_changes is not set, the weights were imported and no data is given, the
+    Raises `UsageError` if the data is missing, damaged or too short, its tokenizer differs from the
+    model's and data.accept_changes is not set, the weights were imported and no data is given, the
     end-of-text token for data.document_mask is unknown, or the stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
@@ -230,7 +230,7 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
     """Return the loss of each corpus by name, summed in float64 on the host.
 
     Losses are summed in text order, whatever the batch size and mesh. `n_bytes` is the result of
-    `Split.count_bytes`. All processes must call this.
+    `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file cannot be read.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

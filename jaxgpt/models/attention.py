@@ -253,7 +253,7 @@ def xla_attention(
 ) -> jax.Array:
     """Return out_BTHK = softmax(q k^T / sqrt(K)) v, with the mask that `visible_keys` returns.
 
-    The softmax is computed in float32. The result has v's dtype.
+    H must be a multiple of G. The softmax is computed in float32. The result has v's dtype.
 
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.
@@ -329,7 +329,9 @@ def repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
 
 
 def distinct_scales(head_size: int) -> Iterator[float]:
-    """Yield distinct Python floats that all equal 1 / sqrt(head_size) in float32.
+    """Yield distinct Python floats that round to the same float32, 1 / sqrt(head_size).
+
+    This holds for the first 20,000 floats and for every head size that cuDNN supports.
 
     If several calls of the deterministic kernel are identical, such as those of different layers,
     XLA handles only one of them (github.com/openxla/xla/pull/46500). Distinct scales make the calls

@@ -17,7 +17,7 @@ PREFILL_CHUNK = 128  # number of prompt tokens that are processed at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the last S positions, for the layers of one kind in `layer_pattern`.
+    """Keys and values of the last S positions, for the layers at one place of `layer_pattern`.
 
     Position n of the text is stored in slot n mod S, so with rotary positions a text may be longer
     than S. The dims are in the order that attention's matmuls need. Any other order would require a
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor: int = 1) -> Cache:
-    """Return the cache of an empty text.
+    """Return the cache of an empty text, with the heads of all devices.
 
     Args:
         dtype: dtype of the keys and values.
@@ -147,7 +147,8 @@ def decode_step(
 
     Args:
         cache: cache with the preceding tokens.
-        tokens_1T: the new tokens. If T > 1, their positions must be below block_size.
+        tokens_1T: int32 IDs of the new tokens, at most `PREFILL_CHUNK` or exactly block_size. If
+            T > 1, their positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
 

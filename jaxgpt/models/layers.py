@@ -47,6 +47,8 @@ class LayerBuilder:
     ) -> "Linear":
         """Return a column-parallel linear layer, whose outputs are split over `tensor`.
 
+        They are replicated if `tensor` does not divide them.
+
         Args:
             inputs: sizes of the input dims.
             outputs: sizes of the output dims.
@@ -233,7 +235,7 @@ class SelfAttention(nnx.Module):
         return self.out(out_BTHK)  # +t -> T/s: B/b T/s D
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return q_BTHK, k_BTGK and v_BTGK for this device's heads.
+        """Return q_BTHK, k_BTGK and v_BTGK for this device's heads and all positions.
 
         If `tensor` does not divide the number of key-value heads, each query head gets a copy of
         its key-value head, so that G = H.
@@ -254,14 +256,14 @@ class SelfAttention(nnx.Module):
         return q_BTHK, k_BTGK, v_BTGK
 
     def local_heads(self, n: int) -> jax.Array:
-        """Return the indices of this device's n query heads."""
+        """Return the indices of this device's n query heads: int (n,)."""
         return self.parallel.tensor_offset(n) + jnp.arange(n)
 
 
 def embedding(
     n_rows: int, config: ModelConfig, rngs: nnx.Rngs, role: str, axis: str | None
 ) -> nnx.Embed:
-    """Return an embedding table with `n_rows` rows.
+    """Return an embedding table with `n_rows` rows of n_embd elements.
 
     A vocabulary table is padded with rows of zeros to `padded_vocab_size`.
 

@@ -97,8 +97,8 @@ def loss_parts(
     """Return the weighted cross-entropy, summed over all targets.
 
     Args:
-        chunk: number of tokens to process at a time, so that only their logits are in memory. 0
-            processes all tokens at once.
+        chunk: maximum number of tokens to process at a time, so that only their logits are in
+            memory. 0 processes all tokens at once.
 
     Returns:
         `LossParts`, where `rows["loss"]` is the sum of each row. To add metrics of the logits,

@@ -100,7 +100,10 @@ MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
 
 
 def make_mlp(build: LayerBuilder) -> nnx.Module:
-    """Return the MLP that `model.mlp` selects; raise `UsageError` for an unknown name."""
+    """Return the MLP that `model.mlp` selects.
+
+    Raises `UsageError` for an unknown name, or if `tensor` does not divide F.
+    """
     name = build.config.mlp
     if name not in MLPS:
         raise UsageError(f"model.mlp={name}: must be one of {', '.join(MLPS)}")

@@ -110,7 +110,8 @@ class GPT(nnx.Module):
                 stacked blocks from L keys.
             rngs: random keys for the initial parameters.
 
-        Raises `UsageError` if `config.vocab_size` is None.
+        Raises `UsageError` if `config.vocab_size` is None, if `config.mlp` is unknown, or if
+        `parallel.tensor` does not divide H or F.
         """
         if config.vocab_size is None:
             raise UsageError(
@@ -239,7 +240,10 @@ class GPT(nnx.Module):
         return OutputLayer(w_VD, vocab_offset, self.config, self.parallel)
 
     def vocab_shard(self, table: nnx.Embed) -> tuple[jax.Array, Any]:
-        """Return this device's rows of a vocabulary table, and the token ID of the first row."""
+        """Return this device's rows of a vocabulary table, and the token ID of the first row.
+
+        The rows have the compute dtype.
+        """
         w_VD = gather_params(table, self.parallel).embedding[...].astype(self.dtype)
         V = padded_vocab_size(self.config.vocab_size)
         return self.parallel.local_vocab_shard(w_VD, V)
@@ -330,7 +334,10 @@ class GPT(nnx.Module):
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
-    """Return the network's `GraphDef` for `nnx.merge`; `options` are keyword arguments of `GPT`."""
+    """Return the network's `GraphDef` for `nnx.merge`; `options` are keyword arguments of `GPT`.
+
+    Raises `UsageError` as `GPT` does.
+    """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 
@@ -350,7 +357,10 @@ def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
 
 
 def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return rows_BTD of w_VD, this device's shard; tokens outside the shard yield zeros."""
+    """Return rows_BTD of w_VD, this device's shard; tokens outside the shard yield zeros.
+
+    `tokens_BT` are token IDs minus the ID of the shard's first row.
+    """
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
     # In float32, because a row's gradient is a sum over all occurrences of its token.
     rows_BTD = w_VD.astype(jnp.float32)[jnp.where(is_here_BT, tokens_BT, 0)]

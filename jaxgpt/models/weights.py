@@ -45,10 +45,10 @@ class Weight:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
-        """The stacked dims, the input dims and the output dims.
+        """The indices of the stacked dims, of the input dims and of the output dims.
 
-        Each index into the stacked dims selects a separate matrix: one per layer and, in `qkv`, one
-        per part (queries, keys or values).
+        Each index into the stacked dims selects a separate matrix: one per layer and, in weights
+        such as `qkv`, one per part (queries, keys or values).
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
         others = tuple(i for i in range(len(self.shape)) if i not in stacked)

@@ -55,8 +55,8 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
     This is for use inside `jax.shard_map`. Logits (B, T, V) are also gathered over the vocabulary.
 
     Args:
-        own: this device's values. If the sequence is split, each device has a partial sum for each
-            of its rows, and the partial sums are added.
+        own: this device's values. If the sequence is split, each per-row value is a partial sum,
+            and the partial sums are added.
     """
     roles = ("splits_batch", "splits_sequence", "splits_heads")  # of the dimensions B, T and V
     rows, positions, vocabulary = (mesh_axes_with(role, mesh) for role in roles)

@@ -1,4 +1,4 @@
-"""Schedules: the order in which the pieces of a network process the microbatches of a step.
+"""Schedules, which run the forward and backward passes of a step on its microbatches.
 
 A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `accumulate` is the
 schedule for devices that hold all layers. A pipeline would be another schedule.
@@ -69,7 +69,11 @@ def run_all_blocks(
 def accumulate(
     objective: Objective, params: Params, grad_accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
-    """Process one microbatch after another, and sum their losses and gradients; see `Schedule`."""
+    """Process one microbatch after another, and sum their losses and gradients; see `Schedule`.
+
+    The losses of single rows are returned in the order of the rows. `microbatches.n` must divide
+    their number.
+    """
     batch, n, key = microbatches
 
     def loss(grad_accumulators: Params, params: Params, batch: Any) -> tuple[jax.Array, Any]:

@@ -91,7 +91,9 @@ def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
 def partition_spec(
     axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Return the spec of one array. A dim not divisible by its mesh axes is replicated.
+    """Return the spec of one array, without mesh axes of size 1.
+
+    A dim not divisible by its mesh axes is replicated.
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')

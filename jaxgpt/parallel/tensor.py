@@ -36,7 +36,7 @@ class ParallelContext:
     on_cpu: bool = False  # whether the devices are CPUs, which need no layout constraints
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
-        """Return a parameter ready for use: all-gathered over `fsdp` if it is sharded."""
+        """Return a parameter ready for use: a `ShardedParam` as `all_gather_param` returns it."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:

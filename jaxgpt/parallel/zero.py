@@ -57,8 +57,9 @@ def all_gather_param(param: ShardedParam) -> jax.Array:
     """Cast a parameter to `gather_dtype` and all-gather it over `fsdp`.
 
     The backward pass returns the gradient with respect to `grad_accumulator`, in float32, and none
-    with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded. With
-    parallel.offload=state, it is reduced, moved to host memory and added to the accumulator.
+    with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded over
+    `fsdp`. If `layout.host_terms` is not 0, it is reduced and moved to host memory instead, after
+    adding the accumulator if there is more than one term.
     """
     return _all_gather(param.shard, param.grad_accumulator, param.layout)
 
@@ -96,8 +97,8 @@ _all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     """Return this device's parameter shards and zero-initialised gradient accumulators.
 
-    The accumulators are float32, with the spec `layout.accum`. With parallel.offload=state, they
-    are in host memory, and the backward pass adds to them.
+    `params` is a tree of arrays, and `layouts` has the `ParamLayout` of each. The accumulators are
+    float32, with the spec `layout.accum`. If `layout.host_terms` is not 0, they are in host memory.
 
     The parameters are marked as varying along the mesh axes over which their gradients are partial.
     Otherwise, `shard_map` would sum the gradients over these axes in every backward pass.
@@ -123,8 +124,9 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
     """Sum accumulated gradients over devices, once per step, and shard them by `layout.grad`.
 
-    They are reduce-scattered over `fsdp` first, unless the backward pass has already done so. Then
-    the all-reduce over the other axes sends only a shard.
+    If `layout.grad` is sharded over `fsdp`, they are reduce-scattered over it first, unless the
+    backward pass has already done so. Then the all-reduce over the other axes sends only a shard.
+    With parallel.offload=state, the backward pass has already reduced them, so do not call this.
     """
     return jax.tree.map(
         lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),

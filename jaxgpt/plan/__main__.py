@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Return the text that the command prints. Starts JAX with simulated CPU devices.
 
     `arguments` come from `parser`, and `rest` holds the settings of jaxgpt.train. Raises
-    `UsageError` if a setting is invalid, or does not fit the mesh or the device.
+    `UsageError` if an option or a setting is invalid, or does not fit the mesh or the device, or if
+    the vocabulary size is unknown.
     """
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)

@@ -20,12 +20,13 @@ def search_meshes(
 ) -> list[Plan]:
     """Return the layouts that the model and the batch allow, best first.
 
-    Each layout uses the least rematerialization that makes it fit. Layouts that fit rank before
-    layouts that do not. Of those that fit, faster ones rank first, or simpler ones if the times are
-    close (`TIE_RATIO`). Pure data parallelism always ranks first if it fits without remat, because
-    it is the simplest to scale.
+    Each layout uses the least rematerialization that makes it fit. Layouts that fit come first,
+    sorted by step time. However, a simpler layout comes before one that is only slightly faster
+    (`TIE_RATIO`) or whose time is unknown. Pure data parallelism is always the first layout if it
+    fits without remat, because it is the simplest to scale.
 
-    Progress is printed on stderr. The requirements are the same as for `compile_step`.
+    The mesh, sequence_parallel and remat of `config` are ignored. Progress is printed on stderr.
+    The requirements are the same as for `compile_step`.
 
     Raises:
         UsageError: if no mesh divides the batch, or if `compile_step` raises it.
@@ -95,8 +96,10 @@ def _plan_state(config: Config, mesh: MeshShape, device: Device, devices_per_hos
 def find_fit(plan: Plan) -> Plan | None:
     """Return the plan of a layout that fits on the same devices, or None if there is none.
 
-    It differs from `plan` in its mesh and, only if necessary, in `parallel.remat`, and then in the
-    number of microbatches. It uses the smallest `tensor` and then the smallest `fsdp` that fit.
+    It differs from `plan` in its mesh and sequence parallelism and, only if necessary, in
+    `parallel.remat`, and then in the number of microbatches and `parallel.reduce_every`. It uses
+    the smallest `tensor` and then the smallest `fsdp` that fit. Progress is printed on stderr. The
+    requirements and errors are the same as for `compile_step`.
     """
     job = plan.device, plan.devices_per_host
     n_devices = plan.mesh.n_devices

@@ -193,7 +193,7 @@ class Plan:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return the mesh, memory, fit and estimate for JSON, in bytes and seconds."""
+        """Return `mesh`, `memory`, `fits` and `estimate` for JSON, in bytes and seconds."""
         sizes = {"total": self.memory.total, "capacity": self.capacity}
         return {
             "mesh": self.mesh,

@@ -59,7 +59,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
     XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
     float32, so bfloat16 is replaced by float16, which has the same size. cuDNN attention is
-    replaced by another kernel that needs O(T) memory. For `cpu`, the step is compiled unchanged.
+    replaced by another kernel that needs O(T) memory, and layers are scanned. For `cpu`, the step
+    is compiled unchanged.
 
     JAX must already simulate as many devices as the mesh has, and config.model.vocab_size must be
     set.
@@ -118,8 +119,9 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the exact bytes of parameters, gradients and moments per device, without compiling.
 
-    Activations are not included. The requirements and errors are the same as for `compile_step`.
-    For `cpu`, whose memory is the host's, `in_host` and `host_at_once` are 0.
+    Activations are not included. The requirements are the same as for `compile_step`, and so are
+    the errors, except those about attention kernels. For `cpu`, whose memory is the host's,
+    `in_host` and `host_at_once` are 0.
     """
     mesh = make_mesh(shape)
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
@@ -151,7 +153,10 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 
 
 def bytes_on_a_device(shapes: Any) -> int:
-    """Return the bytes that arrays with these shapes and shardings occupy on one device."""
+    """Return the bytes that a tree of arrays or `jax.ShapeDtypeStruct`s occupies on one device.
+
+    Each of them must have a sharding.
+    """
     return sum(
         math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
         for s in jax.tree.leaves(shapes)

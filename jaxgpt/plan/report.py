@@ -23,7 +23,8 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def plan_report(plan: Plan, fit: Plan | None) -> str:
     """Return a plan as text: a summary, then memory, communication and time.
 
-    If `plan` does not fit on a device with known memory, `fit` is the result of `find_fit`.
+    `fit` is the result of `find_fit`. It is used only if `plan` does not fit on a device with known
+    memory, and is None otherwise.
     """
     mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
@@ -132,9 +133,10 @@ def _time(plan: Plan) -> str:
 
 
 def advice_report(found: Sequence[Plan], given: Config) -> str:
-    """Return a table of the best layouts, and the options to use for the first one.
+    """Return a table of the best `SHOWN` layouts, and the options to use for the first one.
 
-    `found` is the result of `search_meshes`, and is not empty.
+    `found` is the result of `search_meshes`, and is not empty. `given` holds the settings of the
+    command, and options that do not change them are left out.
     """
     rows = []
     for plan in found[:SHOWN]:

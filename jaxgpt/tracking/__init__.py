@@ -74,7 +74,7 @@ class Trackers:
 
         All but the first two run in separate threads. `run` and `resume_step` are as in
         `Tracker.open`. `say` prints a warning. Raises `UsageError` if metrics.jsonl cannot be
-        written.
+        written, and `OSError` if it cannot be read.
         """
         self._say = say
         self._failing: set[str] = set()

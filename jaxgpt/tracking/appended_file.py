@@ -15,7 +15,10 @@ LIMIT = 10_000  # maximum number of buffered lines, beyond which the oldest are 
 
 
 def printable(text: str) -> str:
-    """Return `text` with a replacement character for each control character."""
+    """Return `text` with a replacement character for each control character in `CONTROLS`.
+
+    A carriage return before a newline is removed.
+    """
     return CONTROLS.sub("\ufffd", text.replace("\r\n", "\n"))
 
 

@@ -111,7 +111,10 @@ class Console:
 
 
 def wrap(text: str, width: int | None) -> str:
-    """Break the lines of `text` that are longer than `width` columns at spaces."""
+    """Break the lines of `text` that are longer than `width` columns at spaces.
+
+    The continuation of a line is indented by two spaces. None returns `text` unchanged.
+    """
     if width is None:
         return text
     wrapper = textwrap.TextWrapper(

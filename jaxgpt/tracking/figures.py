@@ -23,7 +23,7 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Format a duration as hours, minutes and seconds: `1:01:01`."""
+    """Format a duration in seconds as `1:01:01` or, from a day on, as `2 days, 1:01:01`."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 

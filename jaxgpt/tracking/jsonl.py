@@ -94,7 +94,10 @@ class Samples:
             self._file.write(_sample_text(record.step, record.text))
 
     def rewind(self, step: int) -> None:
-        """Rewrite the file with the samples that are still in metrics.jsonl."""
+        """Rewrite the file with the samples that are still in metrics.jsonl.
+
+        Raises `OSError` if one of these files cannot be read or written.
+        """
         self._file.reopen()
         self.open(self._run, step)
 

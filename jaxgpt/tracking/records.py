@@ -39,7 +39,7 @@ class TrainRecord(Record):
     skipped_range: tuple[int, int] | None = None  # the range that includes a skipped step
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
     """For each corpus, its `tokens` so far and its mean `loss` since the last record. The loss is
-    None if it had no rows. The field is None if there is only one corpus."""
+    None if it had no targets. The field is None if there is only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)

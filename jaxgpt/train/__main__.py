@@ -101,7 +101,8 @@ def count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str
     """Compute train.batch_size from train.batch_size_per_device.
 
     Returns the new configuration, the number of devices, and a line for the log. All processes call
-    this together.
+    this together. Raises `UsageError` if the mesh does not fit the devices or the model, or if the
+    batch is too large.
     """
     n_devices = count_devices(mesh_shape(config), cluster)
     shape = mesh_shape(config, n_devices)
@@ -111,7 +112,7 @@ def count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str
 def earlier_saves(run: Run) -> list[dict[str, Any]]:
     """Return the metrics.jsonl records of the last three saved checkpoints, oldest first.
 
-    The result is empty if there is no metrics.jsonl.
+    The result is empty if there is no metrics.jsonl. Raises `OSError` if it cannot be read.
     """
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []

@@ -73,6 +73,8 @@ def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.A
 
     Args:
         tokens: int32 (B, T+1), as for `eval_tokens`. The last token of a row is not an input.
+
+    V is the size of the vocabulary without padding.
     """
 
     def logits(network: GPT, batch: Batch) -> jax.Array:
@@ -112,10 +114,10 @@ def _map_rows(
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:
     """Return the decode function for these parameters, and an empty KV cache.
 
-    Decoding one token is too little work to distribute. Therefore, if the parameters take at most
-    `SMALL_BYTES` in total, each device gathers all of them and decodes on its own. Larger
-    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. A single CPU decodes
-    a large model fastest with separate arrays for each layer (`unstack_layers`).
+    If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes the
+    whole text, because distributing so little work would cost more time than it saves. Larger
+    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. On a single CPU, a
+    large model has a separate array for each layer (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

@@ -47,8 +47,10 @@ def train(
 
     The status is `exits.DONE`, `exits.STOPPED` (the same command can continue the run) or
     `exits.FAILED` (the run cannot recover from loss spikes, non-finite steps or a faulty device).
-    `facts` is the result of `initialize_jax`. Raises `UsageError` if the configuration does not fit
-    the devices, if the data cannot be read, or if a checkpoint cannot be restored or saved.
+    `facts` is the result of `initialize_jax`. Raises `UsageError` if the configuration is invalid
+    or does not fit the devices, if the data or the initial weights cannot be read, if a checkpoint
+    cannot be restored or saved, or if another file of the run cannot be written, and `OSError` on
+    process 0 if metrics.jsonl cannot be read.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
@@ -90,8 +92,9 @@ def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train to the end of the run; restart after corruption and after spikes that need a rewind.
 
-    All processes call this together. Raises `UsageError` as `run_steps` and `restart_from` do. If
-    the run cannot restart, the result has a `failure`.
+    All processes call this together. Raises `UsageError` as `run_steps`, `before_spike`,
+    `after_corruption` and `restart_from` do, and `OSError` on process 0 if metrics.jsonl cannot be
+    read. If the run cannot restart, the result has a `failure`.
     """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:

@@ -62,7 +62,7 @@ def restart_from(
 ) -> tuple[Run, TrainState]:
     """Restore a run and its state from a checkpoint; None restores the state before the first step.
 
-    All processes call this together. If the checkpoint is damaged, the newest undamaged checkpoint
+    All processes call this together. If its arrays are damaged, the newest undamaged checkpoint
     before it is used instead. Nothing is renamed or removed until all processes have restored the
     state. After that, damaged checkpoints are quarantined, the rewind is committed, and the
     abandoned steps are dropped from the logs.
@@ -70,7 +70,9 @@ def restart_from(
     Raises:
         DamagedCheckpoint: there is no undamaged checkpoint, or the checkpoint is damaged and
             checkpoint.on_damage=refuse.
-        UsageError: a file cannot be read at the moment, or the initial weights are missing.
+        UsageError: a file cannot be read, renamed or written at the moment, the JSON of the
+            checkpoint is damaged, or the initial weights are missing.
+        OSError: on process 0, if metrics.jsonl cannot be read.
     """
     damaged = dict(run.damaged)
     while True:
@@ -185,8 +187,8 @@ def load_weights(
 
     `folder` is a run directory or the output of jaxgpt.convert, and `step` is a checkpoint in it. A
     learned position-embedding table is truncated to its first model.block_size rows. All processes
-    call this together. Raises `UsageError` on every process if any process cannot read the weights,
-    and `DamagedCheckpoint` if they are damaged.
+    call this together. Raises `UsageError` on every process if any process cannot read the weights
+    or their JSON is damaged, and `DamagedCheckpoint` if their arrays are damaged.
     """
 
     def read() -> dict[str, Any]:
@@ -212,7 +214,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 
     The checkpoint is None for the state before the first step. `last` is the last step that the run
     has completed. All processes call this together. Raises `NoRewind` on all of them if the run
-    cannot rewind.
+    cannot rewind, and `UsageError` if a checkpoint's JSON or rewinds.json cannot be read.
     """
     record = job.report.spike_record(spike)
 
@@ -249,8 +251,8 @@ def after_corruption(
 
     Raises:
         DeviceFailed: the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint.
-        DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
-            checkpoint.on_damage=refuse.
+        UsageError: all checkpoints are damaged, the newest one is and checkpoint.on_damage=refuse,
+            or the JSON of one cannot be read at the moment.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

@@ -54,7 +54,7 @@ def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[
 
     `step` is the checkpoint to resume from, or None at the start of a run, when records are due
     only if train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as
-    missing.
+    missing. Raises `OSError` if metrics.jsonl cannot be read.
     """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
@@ -155,7 +155,7 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line about the learning rate if the run is longer than its decay."""
+    """Return a log line about the learning rate if the run is longer than its decay, else none."""
     optimizer, end = config.optimizer, config.train.max_iters
     last = optimizer.lr_decay_iters
     if optimizer.schedule == "constant" or end <= last:
@@ -180,8 +180,8 @@ def source_hashes(fingerprints: list[list[str]]) -> list[str]:
 def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     """Return the model options that train.init_from implies, for `parse_args`.
 
-    If the run directory `out` has checkpoints, return the options of its newest checkpoint instead,
-    because a resumed run no longer uses its initial weights. Raises `UsageError` if the weights
+    If the run directory `out` has undamaged checkpoints, return the options of the newest instead,
+    because a resumed run no longer uses its initial weights. Raises `UsageError` if the options
     cannot be read.
     """
     directory = Path(out) if out else None
@@ -203,9 +203,10 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
-    """Return the batch sizes used up to a run's newest checkpoint, then `config.train.batch_size`.
+    """Return the batch sizes up to a run's newest checkpoint, then `config.train.batch_size`.
 
-    Raises `UsageError` if a checkpoint's JSON cannot be read at the moment.
+    Damaged checkpoints are ignored. Raises `UsageError` if a checkpoint's JSON cannot be read at
+    the moment.
     """
     step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
     before = BatchSizes(meta.get("batch_sizes", ()))
@@ -230,8 +231,9 @@ def prepare_weights(
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
     folder is converted into the run directory, and the tokenizer's files are copied there. In the
     config, train.init_from is absolute, and data.tokenizer is set if only the weights have a
-    tokenizer. Raises `UsageError` if the weights cannot be read, or if the model or the tokenizer
-    does not match them.
+    tokenizer. Raises `UsageError` if the weights cannot be read, or if the model or, without
+    data.accept_changes, the tokenizer does not match them. Raises `OSError` if the tokenizer's
+    files cannot be copied.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -318,7 +320,8 @@ def ranges_to_skip(
 
     The ranges include those that were skipped before the checkpoint. They are flat, as in
     train_range_to_skip: first, last, first, last, ... There is a warning for each range in `asked`
-    that contains steps already trained before the checkpoint.
+    that contains steps already trained before the checkpoint. Raises `UsageError` if this version
+    does not know a setting of the checkpoint.
 
     Args:
         asked: the ranges of train_range_to_skip.

@@ -120,9 +120,10 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     other processes then open the same data. All processes call this together.
 
     Raises:
-        UsageError: on every process, if the configuration does not fit the job, if the data, the
-            initial weights or the checkpoint cannot be used, or if the run directory is locked or
-            not writable.
+        UsageError: on every process, if the configuration is invalid or does not fit the job, if
+            the data, the initial weights or the checkpoint cannot be used, or if the run directory
+            is locked or not writable.
+        OSError: on process 0, if metrics.jsonl cannot be read.
     """
     decided = cluster.broadcast(
         cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
@@ -261,7 +262,10 @@ def _with_tokenizer_of_run(
 
 
 def prepare_default_data(data: DataConfig) -> list[str]:
-    """Prepare the default data set `python` if it is needed but missing; return log lines."""
+    """Prepare the default data set `python` if it is needed but missing; return log lines.
+
+    Raises `UsageError` if it cannot be prepared.
+    """
     home = dataset_directory(data)
     is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
     if not is_default:
@@ -301,7 +305,10 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
     """Return the run directory, created if necessary and locked until `at_end` is closed.
 
-    Raises `UsageError` if the directory is in use by another job or cannot be written.
+    Some file systems do not support locks. If config.out is None, the directory is a new one,
+    runs/<config>-<time>. Raises `UsageError` if the directory is in use by another job, cannot be
+    written, is in the checkpoints folder of a run, or has a folder in place of a file or vice
+    versa.
     """
     # A run may delete anything in its checkpoints folder, so another run must not write there.
     given = Path(config.out or "").absolute()

@@ -58,10 +58,12 @@ def set_up(
     result of `initialize_jax`. All processes call this together.
 
     Raises:
-        UsageError: the configuration does not fit the devices or their memory, a fault to inject is
-            invalid, a checkpoint does not fit on the disk, or the initial weights cannot be read.
+        UsageError: a setting is invalid or does not fit the devices or their memory, a checkpoint
+            does not fit on the disk, a file of the run cannot be read or written, or the initial
+            weights cannot be read.
         DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
             checkpoint.on_damage=refuse.
+        OSError: on process 0, if metrics.jsonl cannot be read.
     """
     clock.enter("setup")
     config = run.config

@@ -147,8 +147,8 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     Slices are processed one after another, like microbatches. This saves memory and is faster on
     CPUs. The number divides the number of rows, and is chosen so that the activations of a slice
     take about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is
-    more. It is 1 if a slice would have to gather weights or communicate. model.vocab_size must be
-    set.
+    more. It is 1 unless the mesh splits only the batch over devices, because a slice would have to
+    gather weights or communicate. model.vocab_size must be set.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -50,7 +50,7 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 def init_state(config: Config) -> TrainState:
     """Return the state before the first step, with parameters initialised from train.seed.
 
-    model.vocab_size must be set.
+    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
     """
     stacked = stacked_in_host if config.parallel.offload == "state" else nnx.vmap
     network = GPT(config.model, stacked=stacked, rngs=nnx.Rngs(params=config.train.seed))
@@ -61,6 +61,7 @@ def state_of(config: Config, params: Params) -> TrainState:
     """Return the state before the first step, with the given parameters.
 
     A learned position-embedding table is truncated to its first model.block_size rows.
+    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
     """
     if "position_embedding" in params:
         w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]
@@ -112,6 +113,7 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
     """Return the JSON that a checkpoint stores about the state, and about where it was computed.
 
+    The keys are `mesh`, `processes`, `jax` and `spike_state`.
     The state of the spike detector is not among the arrays, because spike.window may change when a
     run resumes.
     """

@@ -78,7 +78,7 @@ def prepare_text(
         chat_template: file with a chat template; the default is the tokenizer's own template.
         val_share: share of the data to use for validation; the defaults are in `corpus.py`.
             Megatron data is not split.
-        split: puts all text into this split.
+        split: puts all text into this split; None divides it.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, as in `load_tokenizer`.
         pool: processes that tokenize files; None tokenizes them one after another.
@@ -141,7 +141,7 @@ def prepare_python(directory: Path) -> list[str]:
     The dataset is written to `directory`. This needs no download. Files are ordered by a hash of
     their paths, so that the last tenth, which is used for validation, resembles the rest. Returns
     lines that describe the dataset. Raises `UsageError` if there are no source files, and `OSError`
-    if `directory` cannot be written.
+    if one cannot be read or `directory` cannot be written.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [

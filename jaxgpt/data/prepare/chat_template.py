@@ -111,7 +111,8 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     named `default` is used. `tokenizer` is `char`, `byte`, or the path of a file or folder.
 
     Raises:
-        UsageError: if the template cannot be read or is invalid, or jinja2 is missing or too old.
+        UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2
+            is missing or too old.
     """
     has_files = tokenizer not in ("char", "byte")
     config_path, file = template_files(tokenizer, given)

@@ -42,9 +42,10 @@ class Corpus:
     def divided(self, pool: Executor | None) -> list[InputFile]:
         """Return the input files, each with the rule that divides it into splits.
 
-        If all files are text, their text is divided at one character; the processes of `pool` count
-        the characters. Otherwise, each document is put into one split at random. Raises
-        `UsageError` if a text file cannot be read.
+        If `split` is set, no file is divided. Otherwise, if all files are text, their text is
+        divided at one character; the processes of `pool` count the characters. In all other cases,
+        a hash of each document's text selects its split. Raises `UsageError` if a text file cannot
+        be read.
         """
         if self.split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -85,14 +86,16 @@ def write_nanogpt(
     source: str,
     pool: Executor | None = None,
 ) -> Prepared:
-    """Write SPLIT.bin and meta.json, with an end-of-text token between documents.
+    """Write SPLIT.bin and meta.json, with the end-of-text token, if any, between documents.
 
     Documents with answers also get a loss mask. If `tokenizer` is None, each distinct character
     becomes a token. `source` describes the origin of the text. The files do not depend on `pool`,
     whose processes tokenize different files at the same time.
 
     Raises:
-        UsageError: if the input cannot be read or encoded, or has too few tokens.
+        UsageError: if the input cannot be read or encoded, is a pipe that would be read twice, or
+            has too few tokens, or if only some files have answers.
+        OSError: if `directory` cannot be written.
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
     counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
@@ -189,10 +192,12 @@ def _move_tail(path: Path, tail: Path, start: int) -> None:
 def write_megatron(
     corpus: Corpus, prefix: Path, tokenizer: Tokenizer, pool: Executor | None = None
 ) -> Prepared:
-    """Write PREFIX.bin and PREFIX.idx, with an end-of-text token after each document.
+    """Write PREFIX.bin and PREFIX.idx, with the end-of-text token, if any, after each document.
 
     Raises:
-        UsageError: if the input cannot be read, is empty or needs a loss mask.
+        UsageError: if the input cannot be read or encoded, is empty or needs a loss mask, or if a
+            document is too long for the format.
+        OSError: if the files cannot be written.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
     files = [InputFile(path, corpus.lines) for path in corpus.files]

@@ -92,7 +92,11 @@ class _CountingFile(io.FileIO):
 
 @contextlib.contextmanager
 def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
-    """Open a file for reading, and decompress it if its name ends in .gz."""
+    """Open a file for reading, and decompress it if its name ends in .gz.
+
+    `advance` is called with the number of bytes read from the file, before decompression. Raises
+    `UsageError` if the file cannot be opened, or if reading it in the block fails.
+    """
     try:
         with io.BufferedReader(_CountingFile(path, advance)) as file:
             if path.suffix.lower() == ".gz":
@@ -143,8 +147,8 @@ def read_rows(
     Only `columns` are read, and columns that the file does not have are left out.
 
     Raises:
-        UsageError: if the file cannot be read, if it has none of the columns, or if pyarrow is not
-            installed.
+        UsageError: if pyarrow is not installed, if the file cannot be read, or if it lacks all of
+            the columns.
     """
     try:
         import pyarrow
@@ -178,5 +182,8 @@ def read_rows(
 
 
 def count_characters(path: Path) -> int:
-    """Return the number of characters in a text file."""
+    """Return the number of characters in a text file.
+
+    Raises `UsageError` as `read_text` does.
+    """
     return sum(map(len, read_text(path)))

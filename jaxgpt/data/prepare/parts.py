@@ -53,7 +53,8 @@ def parts_folder(directory: Path) -> Iterator[Path]:
     """Yield a folder for the parts of a dataset, and delete it when the block ends.
 
     If an exception leaves the block, complete parts are kept. If there are none, the folder is
-    deleted, and so is `directory` if it is new.
+    deleted, and so is `directory` if it is new and empty. Raises `OSError` if `directory` cannot be
+    written.
     """
     is_new = not directory.exists()
     folder = directory / PARTS
@@ -244,7 +245,11 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
 
 
 def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -> None:
-    """Concatenate the files SPLIT + `suffix` of all parts, in order, into the file `out`."""
+    """Concatenate the files SPLIT + `suffix` of all parts, in order, into the file `out`.
+
+    Within a part, the order is that of `splits`. Raises `OSError` if a file cannot be read or
+    written.
+    """
     with open(out, "wb") as target:
         for part in parts:
             for split in splits:

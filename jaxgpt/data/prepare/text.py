@@ -52,8 +52,9 @@ class InputFile:
         Empty documents are left out.
 
         Raises:
-            UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, or if
-                a long text cannot be split without changing its tokens.
+            UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, if a
+                long text cannot be split without changing its tokens, or if a chat template is
+                missing or invalid.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)
@@ -107,7 +108,10 @@ class InputFile:
 
 
 def characters_of(file: InputFile) -> set[str]:
-    """Return the distinct characters in the text of a file."""
+    """Return the distinct characters in the text of a file.
+
+    Raises `UsageError` as `InputFile.chunks` does.
+    """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):
         out.update(chunk.text)
@@ -117,7 +121,7 @@ def characters_of(file: InputFile) -> set[str]:
 def encode_files(
     files: Iterable[InputFile], tokenizer: Tokenizer, advance: Advance
 ) -> Iterator[Encoded]:
-    """Yield the tokens of files, with an end-of-text token after each document.
+    """Yield the tokens of files, with the end-of-text token, if any, after each document.
 
     The end-of-text token counts toward the loss if it follows an answer. If a document with answers
     already ends with this token, it does not get a second one.

@@ -31,7 +31,7 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 
     `directory` is created if necessary. The files are moved in alphabetical order, except that
     meta.json is moved last. If the block fails, the temporary files are deleted, and so is
-    `directory` if it is new and empty.
+    `directory` if it is new and empty. Raises `OSError` if `directory` cannot be written.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,10 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a dataset from in-memory arrays of token IDs, one for each of `SPLITS`."""
+    """Write a dataset from in-memory arrays of token IDs, (tokens,), one for each of `SPLITS`.
+
+    `source` describes the origin of the text. Raises `OSError` if `directory` cannot be written.
+    """
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
             ids = tokens[split].astype(token_dtype(tokenizer.vocab_size))
@@ -108,7 +111,8 @@ def megatron_writer(
 
     The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
     `UsageError` if a token ID does not fit into `dtype`, which must be one of `CODES`. Both files
-    appear when the block ends; the last document must have ended by then.
+    appear when the block ends; the last document must have ended by then. Raises `OSError` if a
+    file cannot be written, and `UsageError` as `write_index` does.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document
@@ -148,6 +152,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
 
     Raises:
         UsageError: if a document has more tokens than the format allows.
+        OSError: if the file cannot be written.
     """
     if lengths.max(initial=0) > _LONGEST:
         raise UsageError(

@@ -98,7 +98,10 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
 
 
 def goodput_line(records: Sequence[GoodputRecord]) -> str:
-    """Return a log line with a run's goodput and the seconds of each activity, longest first."""
+    """Return a log line with a run's goodput and the seconds of each activity, longest first.
+
+    Activities of less than 0.05 s are left out.
+    """
     total, n = account(records), n_starts(records)
     parts = sorted(total.items(), key=lambda part: -part[1])
     text = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in parts if seconds >= 0.05)

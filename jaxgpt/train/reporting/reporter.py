@@ -59,7 +59,8 @@ class Reporter:
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
         """Open train.log for a run that starts after `run.resume_step`.
 
-        The trackers are opened by the first call of `restart`.
+        The trackers are opened by the first call of `restart`. Raises `UsageError` if
+        train.log_columns contains an unknown name.
         """
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
@@ -81,7 +82,7 @@ class Reporter:
         """Log the header of a run, and write cluster.json and, for a new run, config.yaml.
 
         The legend of the training lines follows, if the log is new. `facts` is the result of
-        `initialize_jax`.
+        `initialize_jax`. Raises `UsageError` on process 0 if a file cannot be written.
         """
         if not self._enabled:
             return
@@ -125,7 +126,11 @@ class Reporter:
             )
 
     def start(self, loader: Loader) -> None:
-        """Write config.yaml and start timing steps. Call this once, before the first step."""
+        """Write config.yaml, log the start of the steps, and start timing them.
+
+        Call this once, before the first step. `loader` reads the training batches. Raises
+        `UsageError` on process 0 if config.yaml cannot be written.
+        """
         if self._cluster.is_main:
             self._keep_config()
         done = self._run.resume_step or 0
@@ -185,7 +190,10 @@ class Reporter:
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report that a step was dispatched, or that it was skipped if `metrics` is None.
 
-        `known` holds the metrics of this step and earlier ones that have arrived on the host.
+        `known` holds the metrics of this step and earlier ones that have arrived on the host. All
+        processes call this together, because the first call for a step that was not skipped waits
+        for it, gathers the start-up times of all processes and writes startup.json. That raises
+        `UsageError` on process 0 if the file cannot be written.
         """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
@@ -292,7 +300,8 @@ class Reporter:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
         The first call opens the trackers instead of rewinding them. `records` are the reasons for
-        the restart.
+        the restart. On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be
+        written, and `OSError` if metrics.jsonl cannot be read.
         """
         self._run, self._config, self._evaluated = run, run.config, None
         if self._has_started:
@@ -310,7 +319,10 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the newest rewind of the run."""
+        """Log the newest rewind of the run.
+
+        There must be one. Raises `UsageError` on process 0 if rewinds.json cannot be read.
+        """
         if self._cluster.is_main:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
@@ -384,7 +396,7 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the numbers of a run's training lines; those in train.log_columns have rank -1.
+    """Return the numbers of a run's training lines by name; train.log_columns have rank -1.
 
     Raises `UsageError` if train.log_columns contains an unknown name.
     """
@@ -403,7 +415,7 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
 
 
 def data_line(sizes: BatchSizes, step: int) -> str:
-    """Return a line with the data position and the batch size for the step after `step`."""
+    """Return a line with the data position and the batch size for the step after `step` (>= 1)."""
     before, now = sizes.at(step), sizes.at(step + 1)
     was = "" if before == now else f" (was {before})"
     return (
