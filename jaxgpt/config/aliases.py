@@ -81,7 +81,7 @@ SETTINGS = {
     "checkpoint_activations": "parallel.remat=full",
     "recompute_granularity activation_checkpoint.mode remat_policy": "parallel.remat={}",
     "reset_attention_mask reset_position_ids eod_mask_loss": "data.document_mask=True",
-    "model.batch_size local_batch_size training.local_batch_size"
+    "model.batch_size local_batch_size training.local_batch_size "
     "per_device_train_batch_size train_micro_batch_size_per_gpu": (
         "train.batch_size_per_device={}"
     ),

@@ -54,7 +54,8 @@ def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
     """
 
     def convert(given: str) -> int:
-        if given.isdecimal() and least <= int(given) < 2**bits:
+        # Python does not convert thousands of digits.
+        if given.isdecimal() and len(given) <= 20 and least <= int(given) < 2**bits:
             return int(given)
         text = f"{given}: must be a whole number, at least {least} and less than 2^{bits}"
         raise argparse.ArgumentTypeError(text)

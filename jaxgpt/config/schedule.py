@@ -47,7 +47,7 @@ def profile_range(config: Config) -> range:
     text, end = config.profile_steps, config.train.max_iters
     if text is None:
         return range(0)
-    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    found = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]) <= end:
         raise UsageError(
             f"profile_steps={text}: must be A:B, the first and the last step to trace, with "

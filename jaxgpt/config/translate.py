@@ -304,7 +304,7 @@ def _set_strategy(line: CommandLine) -> None:
     """Set the ZeRO stage and the axis of the other devices from flags of wordplay or DeepSpeed."""
     later, stage = line.later, None
     if "ds_config" in later:
-        stage = _stage_of(line, Path(" ".join(later["ds_config"])).expanduser())
+        stage = _stage_of(line, " ".join(later["ds_config"]))
     if "backend" in later:
         shown, backend = line.shown["backend"], later["backend"][0].lower()
         known = {"ddp": 0, "fsdp": 3}
@@ -326,18 +326,20 @@ def _set_strategy(line: CommandLine) -> None:
         line.rest = line.rest or ("fsdp" if stage else "data")
 
 
-def _stage_of(line: CommandLine, file: Path) -> int | None:
+def _stage_of(line: CommandLine, file: str) -> int | None:
     """Return the ZeRO stage in a DeepSpeed configuration. An unreadable file is a problem."""
     shown = line.shown["ds_config"]
     try:
-        stage = yaml.safe_load(file.read_text())["zero_optimization"]["stage"]
+        text = Path(file).expanduser().read_text()
+        stage = yaml.safe_load(text)["zero_optimization"]["stage"]
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_optimization.stage is {stage}")
         line.notes.append(f"{shown}: only its ZeRO stage, {stage}, is used")
         return stage
     except (KeyError, TypeError):
         return 0  # DeepSpeed's default
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    # RuntimeError: an unknown home directory, or YAML that is nested too deeply
+    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
         reason = " ".join(in_words(error).split())
         if "zero_stage" in line.later:
             line.notes.append(f"{shown}: ignored; it is not readable ({reason})")

@@ -86,7 +86,10 @@ def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def words_of(kind: Any) -> list[str]:
-    """Return the words that a type allows, if there are only a few, such as True and False."""
+    """Return the fixed words that a type allows, such as True and False.
+
+    The result is empty if there are none, or only None.
+    """
     if kind is bool:
         return ["True", "False"]
     if typing.get_origin(kind) is Literal:
@@ -94,5 +97,7 @@ def words_of(kind: Any) -> list[str]:
     if takes_many(kind):
         return words_of(typing.get_args(kind)[0])
     arguments = typing.get_args(kind)
-    named = list(_named_values(arguments)) if types.NoneType in arguments else []
-    return named if len(named) > 1 else []
+    if types.NoneType not in arguments:
+        return []
+    words = [*words_of(arguments[0]), *_named_values(arguments)]
+    return words if len(words) > 1 else []

@@ -112,6 +112,7 @@ WORKS = [
     ),
     # Hugging Face
     ("num_key_value_heads=2 intermediate_size=96 rms_norm_eps=1e-6", "model.norm_eps", 1e-6),
+    ("--per_device_train_batch_size 8 --mesh 2,2,1", "train.batch_size", 32),
     # torchtitan
     ("--optimizer.name AdamW", "optimizer.name", "adamw"),
     ("--training.steps 30 --training.seq_len 64", "train.max_iters", 30),

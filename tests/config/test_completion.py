@@ -16,6 +16,7 @@ from jaxgpt.config.completion import bash_script
         (["jaxgpt", "train", "parallel.remat", "="], ["none", "full", "dots", "attention"]),
         (["jaxgpt", "plan", "parallel.remat", "=", "f"], ["full"]),
         (["jaxgpt", "train", "--model.bias", "T"], ["True"]),
+        (["jaxgpt", "train", "parallel.scan_layers", "="], ["True", "False", "None"]),
         (
             ["python3", "-m", "jaxgpt.train", "--config", "shake"],
             ["shakespeare_char", "shakespeare_char_cpu"],

@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import typing
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxgpt.config import (
     parse,
     parse_args,
     skip_ranges,
+    whole_number,
 )
 from readme_code import load_block
 
@@ -160,6 +162,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["optimizer.learning_rate=inf"], ["optimizer.learning_rate=inf", "finite"]),
         (["optimizer.learning_rate=nan"], ["optimizer.learning_rate=nan"]),
         (["--profile-steps", "12"], ["profile_steps=12", "A:B"]),
+        (["--profile-steps", f"1:{'9' * 5000}"], ["profile_steps=1:9", "A:B"]),
         (["--profile-steps", "5:4"], ["profile_steps=5:4", "A <= B"]),
         (["--profile-steps", "290:301"], ["profile_steps=290:301", "train.max_iters=300"]),
         (["optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
@@ -307,6 +310,12 @@ def test_layers_are_looped_over_where_it_is_asked_for_and_else_on_cpus(given, on
     config = load_config("gpt2", f"parallel.scan_layers={given}")
     assert config.scans_layers(on_cpu=True) == on_cpus
     assert config.scans_layers(on_cpu=False) == on_gpus
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", pytest.param("9" * 5000, id="5000-digits")])
+def test_an_option_that_is_not_a_whole_number_is_a_mistake(given):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number"):
+        whole_number()(given)
 
 
 def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):

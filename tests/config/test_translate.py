@@ -117,9 +117,10 @@ def test_deepspeed_takes_the_zero_stage_of_its_configuration(tmp_path, stage):
     assert config.parallel.mesh == ("1,-1,1" if stage else "-1,1,1")
 
 
-def test_an_unreadable_deepspeed_configuration_is_a_problem():
+@pytest.mark.parametrize("file", ["/nowhere.json", "~no-such-user/ds.json"])
+def test_an_unreadable_deepspeed_configuration_is_a_problem(file):
     with pytest.raises(UsageError, match="not readable .* use parallel.zero_stage=N"):
-        parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path=/nowhere.json")
+        parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path={file}")
 
 
 def test_a_resumed_run_keeps_its_model(tmp_path):
