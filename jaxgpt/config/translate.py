@@ -81,7 +81,7 @@ def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
             line.notes += [f"{argument}: ignored; {reason}"] if reason else []
             ignored += [] if reason else [argument]
         else:
-            guess = guess_key(key)
+            guess = _guess_key(key)
             line.problems.append(unknown_key(shown, key))
             if fix := aliases.find_end(aliases.KEY_FIXES, key):
                 _put_all(line, fix, values, argument)
@@ -106,12 +106,12 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     found = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
     if found and not ("." in key and key.rpartition(".")[2] in lasts):
         return f"{shown}: not a setting of jaxgpt; {found}"
-    guess = guess_key(key)
+    guess = _guess_key(key)
     hint = f"did you mean {guess}?" if guess else "--help lists every key"
     return f"{shown}: unknown key; {hint}"
 
 
-def guess_key(key: str) -> str | None:
+def _guess_key(key: str) -> str | None:
     """Return the setting that an unknown key probably means, or None."""
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}

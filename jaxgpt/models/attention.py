@@ -35,8 +35,8 @@ class TokenPositions(NamedTuple):
 # (q_BTHK, k_BSGK, v_BSGK, query positions, key positions, window, dropout keys_BH or None) ->
 # out_BTHK. Query head h uses key-value head h G // H. A query attends to the last `window` keys of
 # its document, up to its own position, or to all of them if `window` is None. All kernels except
-# `xla_attention` and `scanned_attention` assume that queries and keys belong to the same tokens, in
-# the same order.
+# `xla_attention` and `_scanned_attention` assume that queries and keys belong to the same tokens,
+# in the same order.
 Attention = Callable[
     [jax.Array, jax.Array, jax.Array, TokenPositions, TokenPositions, int | None, jax.Array | None],
     jax.Array,
@@ -75,7 +75,7 @@ class Kernel(NamedTuple):
     kernel can be compiled on a CPU."""
 
 
-def cudnn_obstacle(setting: AttentionSetting) -> str | None:
+def _cudnn_obstacle(setting: AttentionSetting) -> str | None:
     """Return why the cuDNN kernel cannot run, or None if it can."""
     config, K = setting.config, setting.config.head_size
     largest = 256 if setting.capability >= 9 else 128  # head size: Hopper supports larger heads
@@ -94,18 +94,18 @@ def cudnn_obstacle(setting: AttentionSetting) -> str | None:
     return None
 
 
-def make_cudnn(setting: AttentionSetting) -> Attention:
-    """Return the cuDNN kernel, with `distinct_scales` if train.deterministic=True."""
-    scales = distinct_scales(setting.config.head_size) if setting.deterministic else None
-    return functools.partial(cudnn_attention, scales=scales)
+def _make_cudnn(setting: AttentionSetting) -> Attention:
+    """Return the cuDNN kernel, with `_distinct_scales` if train.deterministic=True."""
+    scales = _distinct_scales(setting.config.head_size) if setting.deterministic else None
+    return functools.partial(_cudnn_attention, scales=scales)
 
 
 # model.attention -> kernel. `auto` picks the first kernel that can run and whose min_T is at most
 # model.block_size.
 KERNELS = {
     "cudnn": Kernel(
-        cudnn_obstacle,
-        make_cudnn,
+        _cudnn_obstacle,
+        _make_cudnn,
         "flash attention, O(T) memory; bitwise reproducible with train.deterministic=True",
         stand_in=lambda: without_scores(blockwise_attention),
     ),
@@ -262,7 +262,7 @@ def xla_attention(
             get different dropout masks.
     """
     H, K = q_BTHK.shape[2:]
-    k_BSHK = repeat_heads(k_BSGK, H)
+    k_BSHK = _repeat_heads(k_BSGK, H)
     if q_BTHK.dtype == jnp.float32:
         scores_BHTS = inner_products(q_BTHK * K**-0.5, k_BSHK)
     else:  # scaling the queries first would round them once more
@@ -275,7 +275,7 @@ def xla_attention(
             return drop_elements(weights_TS, dropout, jax.random.fold_in(key, block))
 
         weights_BHTS = jax.vmap(jax.vmap(drop))(weights_BHTS, keys_BH)
-    v_BSHK = repeat_heads(v_BSGK, H)
+    v_BSHK = _repeat_heads(v_BSGK, H)
     return jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 
@@ -322,13 +322,13 @@ def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None)
     return is_seen
 
 
-def repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
+def _repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
     """Return x_BSHK: the keys or values of G heads, each repeated for H / G query heads."""
     G = x_BSGK.shape[2]
     return x_BSGK if G == H else jnp.repeat(x_BSGK, H // G, axis=2)
 
 
-def distinct_scales(head_size: int) -> Iterator[float]:
+def _distinct_scales(head_size: int) -> Iterator[float]:
     """Yield distinct Python floats that round to the same float32, 1 / sqrt(head_size).
 
     This holds for the first 20,000 floats and for every head size that cuDNN supports.
@@ -340,7 +340,7 @@ def distinct_scales(head_size: int) -> Iterator[float]:
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 
 
-def cudnn_attention(
+def _cudnn_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
@@ -383,10 +383,10 @@ def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     the sequence length has no suitable divisor (for example, if it is prime), more queries are
     processed at a time.
     """
-    return causal_attention(*operands, dropout=dropout, attend=scanned_attention)
+    return causal_attention(*operands, dropout=dropout, attend=_scanned_attention)
 
 
-def scanned_attention(
+def _scanned_attention(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,

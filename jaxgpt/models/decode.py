@@ -88,9 +88,9 @@ class CachedAttention:
         def write(x_LGKS: Any, new_1TGK: jax.Array) -> Any:
             new_GKT = new_1TGK[0].transpose(1, 2, 0)
             if isinstance(x_LGKS, tuple):
-                own_GKS = write_slots(x_LGKS[layer], new_GKT, position)
+                own_GKS = _write_slots(x_LGKS[layer], new_GKT, position)
                 return (*x_LGKS[:layer], own_GKS, *x_LGKS[layer + 1 :])
-            return write_slots(x_LGKS, new_GKT[None], position, layer)
+            return _write_slots(x_LGKS, new_GKT[None], position, layer)
 
         k_LGKS, v_LGKS = write(self.cache.k_LGKS, k_1TGK), write(self.cache.v_LGKS, v_1TGK)
         self.cache = self.cache._replace(k_LGKS=k_LGKS, v_LGKS=v_LGKS)
@@ -98,11 +98,11 @@ class CachedAttention:
             return self.network.attend(q_1THK, k_1TGK, v_1TGK, q_at, k_at, window, keys_BH)
         k_1SGK, v_1SGK = (x[layer].transpose(2, 0, 1)[None] for x in (k_LGKS, v_LGKS))
         starts_1S = None if q_at.segments is None else self.cache.starts_S[None]
-        cached_at = TokenPositions(slot_positions(S, position + T), starts_1S)
+        cached_at = TokenPositions(_slot_positions(S, position + T), starts_1S)
         return xla_attention(q_1THK, k_1SGK, v_1SGK, q_at, cached_at, window)
 
 
-def write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = None) -> jax.Array:
+def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = None) -> jax.Array:
     """Write new values into the slots of their positions, along the last axis of `x_S`.
 
     Args:
@@ -130,7 +130,7 @@ def write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = No
     return jax.lax.dynamic_update_slice_in_dim(x_S, own_S, layer, 0)
 
 
-def slot_positions(S: int, n_read: Any) -> jax.Array:
+def _slot_positions(S: int, n_read: Any) -> jax.Array:
     """Return the position that each slot holds after `n_read` tokens: int32 (S,).
 
     An empty slot gets the largest int32, a position that no query sees.
@@ -160,7 +160,7 @@ def decode_step(
     at, batch = TokenPositions(positions_T), input_batch(tokens_1T)
     batch = batch._replace(positions=positions_T[None])
     if network.end_of_text is not None:
-        cache, starts_T = read_documents(cache, tokens_1T[0] == network.end_of_text, positions_T)
+        cache, starts_T = _read_documents(cache, tokens_1T[0] == network.end_of_text, positions_T)
         # A document is identified by the position at which it begins.
         at = TokenPositions(positions_T, starts_T[None])
         batch = batch._replace(positions=(positions_T - starts_T)[None])
@@ -180,7 +180,7 @@ def decode_step(
     return logits_1V, cache._replace(layers=layers)
 
 
-def read_documents(
+def _read_documents(
     cache: Cache, is_end_T: jax.Array, positions_T: jax.Array
 ) -> tuple[Cache, jax.Array]:
     """Find the document that each new token belongs to, and record it in the cache.
@@ -198,9 +198,12 @@ def read_documents(
     starts = jax.lax.cummax(begins)  # for the new tokens and the one after them
     starts_T, next_starts_T = starts[:-1], starts[1:]
     layers = [
-        one._replace(starts_S=write_slots(one.starts_S, starts_T, position)) for one in cache.layers
+        one._replace(starts_S=_write_slots(one.starts_S, starts_T, position))
+        for one in cache.layers
     ]
-    return Cache(tuple(layers), write_slots(cache.next_starts_S, next_starts_T, position)), starts_T
+    return Cache(
+        tuple(layers), _write_slots(cache.next_starts_S, next_starts_T, position)
+    ), starts_T
 
 
 class PerLayer(tuple):

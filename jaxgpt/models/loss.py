@@ -115,9 +115,9 @@ def loss_parts(
         x, targets, weights = operands
         loss, tokens = loss_of(x, output.w_VD, targets, weights, output.vocab_offset)
     else:
-        x, targets, weights = split_chunks(operands, chunk)
+        x, targets, weights = _split_chunks(operands, chunk)
         loss, tokens = _chunked_loss(loss_of, x, output.w_VD, targets, weights, output.vocab_offset)
-        tokens = merge_chunks(tokens, targets_BT.shape)
+        tokens = _merge_chunks(tokens, targets_BT.shape)
     return LossParts(loss, {"loss": tokens["loss"].sum(axis=1)}, aux={})
 
 
@@ -132,15 +132,15 @@ def score_tokens(
 
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
         losses_N, logits_NV = output.losses(*part)
-        return TokenScores(losses_N, likeliest_token(logits_NV, output))
+        return TokenScores(losses_N, _likeliest_token(logits_NV, output))
 
     operands = x_BTD, targets_BT, weights_BT
     if chunk == 0 or chunk >= targets_BT.size:
         return score(operands)
-    return merge_chunks(jax.lax.map(score, split_chunks(operands, chunk)), targets_BT.shape)
+    return _merge_chunks(jax.lax.map(score, _split_chunks(operands, chunk)), targets_BT.shape)
 
 
-def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
+def _likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
     """Return the token ID of the largest logit, or the lowest such ID if tied: int32 (B, T).
 
     The vocabulary may be split over devices.
@@ -152,7 +152,7 @@ def likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
     return -output.parallel.pmax(-first_BT)
 
 
-def split_chunks(arrays_BT: Any, chunk: int) -> Any:
+def _split_chunks(arrays_BT: Any, chunk: int) -> Any:
     """Reshape arrays (B, T, ...) to (P, N, ...): P equal chunks of N <= `chunk` tokens.
 
     P is as small as possible. The last chunk is padded with zeros, so padding tokens have weight 0.
@@ -170,8 +170,8 @@ def split_chunks(arrays_BT: Any, chunk: int) -> Any:
     return jax.tree.map(split, arrays_BT)
 
 
-def merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
-    """Undo `split_chunks` for per-token values: reshape (P, N) to (B, T) and drop the padding."""
+def _merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
+    """Undo `_split_chunks` for per-token values: reshape (P, N) to (B, T) and drop the padding."""
     B, T = shape
     return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[: B * T].reshape(B, T), values_PN)
 

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
     config = with_vocabulary(config)
-    n_devices = number_of_devices(config, arguments.advise, rest)
+    n_devices = _number_of_devices(config, arguments.advise, rest)
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
     if arguments.advise is None:
         shape = mesh_shape(config, n_devices)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     return advice_report(found, config)
 
 
-def number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
+def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
     """Return the number of devices to plan for, from --advise or the mesh, where -1 counts as 1.
 
     Raises:

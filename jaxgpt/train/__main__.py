@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         config, error = catch_usage_error(parse, argv)
         clock.enter("distributed init")
-        with join_process_group(*start_limits(config)) as cluster:
+        with join_process_group(*_start_limits(config)) as cluster:
             cluster.raise_if_any(error)
             clock.enter("prepare")
             monitor = cluster.monitor
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
             n_devices = None
             if config.train.batch_size_per_device is not None:
-                config, n_devices, text = cluster.run_on_all(count_batch, config, cluster)
+                config, n_devices, text = cluster.run_on_all(_count_batch, config, cluster)
                 notes.append(text)
             run = prepare_run(config, cluster)
             monitor.write_stacks_to(run.directory)
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             if cluster.is_main:
                 limit = time_limit(config.train.time_limit, clock.elapsed())
             stop = StopSignal(monitor, limit, preemption_sync_point)
-            for record in earlier_saves(run) if cluster.is_main else ():
+            for record in _earlier_saves(run) if cluster.is_main else ():
                 stop.allow_for_save(record["seconds"])
             monitor.heartbeat("the start of JAX and its devices", SLOW_PHASE)
             facts = initialize_jax(cluster, mesh_shape(run.config), clock.enter, preemption=True)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(status)
 
 
-def count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str]:
+def _count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str]:
     """Compute train.batch_size from train.batch_size_per_device.
 
     Returns the new configuration, the number of devices, and a line for the log. All processes call
@@ -109,7 +109,7 @@ def count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str
     return with_batch_size(config, shape), n_devices, describe_batch_size(config, shape)
 
 
-def earlier_saves(run: Run) -> list[dict[str, Any]]:
+def _earlier_saves(run: Run) -> list[dict[str, Any]]:
     """Return the metrics.jsonl records of the last three saved checkpoints, oldest first.
 
     The result is empty if there is no metrics.jsonl. Raises `OSError` if it cannot be read.
@@ -118,7 +118,7 @@ def earlier_saves(run: Run) -> list[dict[str, Any]]:
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []
 
 
-def start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
+def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
     """Return how many seconds to wait for all processes to join, and the hang watchdog's limit.
 
     The limit is None if train.hang_timeout is None. `config` is None if the configuration is

@@ -68,10 +68,10 @@ def train(
         if cluster.size == 1:
             trainer.job.checkpoints.close(is_final=False)
         raise
-    return close_run(run, trainer, result)
+    return _close_run(run, trainer, result)
 
 
-def close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
+def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     """Log how the run ended, close its logs, and return its exit status."""
     step, close = result.step, trainer.job.report.close
     if result.failure:
@@ -162,7 +162,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         # After a failure, save only if the state has changed since the last save. Saving the same
         # state again could evict an older checkpoint, which may be the better one.
         saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
-        corrupted = () if spike else find_corruption(run, trainer, step, state, saving)
+        corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
             result = StepsResult(step, stopping, spike, corrupted)
             break
@@ -188,7 +188,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     return result
 
 
-def find_corruption(
+def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
     """Return the mesh indices of the devices whose parameters differ from their replicas.

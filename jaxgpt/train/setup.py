@@ -71,9 +71,9 @@ def set_up(
     check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
     check_faults(config, mesh.size)
     cache_use, steps = CacheUse(), make_steps(config, mesh, has_masks=run.dataset.has_masks)
-    check_copies(config, steps)
+    _check_copies(config, steps)
     report = Reporter(run, steps, clock, cluster)
-    report.log_header(facts, layout_warnings(steps, cluster))
+    report.log_header(facts, _layout_warnings(steps, cluster))
     stop.say, checkpoints.log = report.info, report.log
     if (run.resume_step or 0) < config.train.max_iters:
         checkpoints.open(checkpoint_tree(steps.state_shapes))
@@ -109,13 +109,13 @@ def set_up(
     return run, trainer, state
 
 
-def layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
+def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
     """Return warnings about a layout that works but is slow, or differs from the requested one."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 
 
-def check_copies(config: Config, steps: CompiledFunctions) -> None:
+def _check_copies(config: Config, steps: CompiledFunctions) -> None:
     """Raise `UsageError` if train.verify_interval is set but most parameters have no replica."""
     if config.train.verify_interval and not has_replicas(steps.state_shapes.params):
         raise UsageError(

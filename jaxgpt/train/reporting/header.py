@@ -49,17 +49,17 @@ def header_lines(
         f"model: {multiplied / 1e6:.2f}M parameters{looked_up}",
         f"weight decay: applied to {sum(decayed):,} parameters in {len(decayed)} arrays, "
         f"not to {sum(kept):,} in {len(kept)} arrays",
-        *optimizer_lines(config),
-        batch_line(config, steps),
+        *_optimizer_lines(config),
+        _batch_line(config, steps),
         f"attention: {steps.attention}",
         *(f"warning: {line}" for line in (*warnings, *describe_faults(config))),
         *run.dataset.describe(),
-        *vocabulary_lines(run, rates, steps),
+        *_vocabulary_lines(run, rates, steps),
         f"steps to skip: {SkipRanges(skip_ranges(config))}",
         f"spikes: spike.action={spike.action}, detected {detected} (spike.window)",
         MFU_FORMULA
         + ("" if rates.peak else f"; the peak of {mesh.devices.flat[0].device_kind} is not known"),
-        *untraced_lines(run),
+        *_untraced_lines(run),
     ]
 
 
@@ -92,14 +92,14 @@ def summary_lines(
         *run.notes,
         *notes,
         *(f"warning: {line}" for line in (*warnings, *describe_faults(config))),
-        *vocabulary_lines(run, rates, steps),
+        *_vocabulary_lines(run, rates, steps),
         *([f"steps to skip: {skips}"] if skips.ranges else []),
-        *untraced_lines(run),
+        *_untraced_lines(run),
         "all settings: train.log and config.yaml; train.verbose=True prints them, too",
     ]
 
 
-def untraced_lines(run: Run) -> list[str]:
+def _untraced_lines(run: Run) -> list[str]:
     """Return a line if profile_steps is set, but all of its steps are past or skipped."""
     skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
@@ -111,7 +111,7 @@ def untraced_lines(run: Run) -> list[str]:
     ]
 
 
-def optimizer_lines(config: Config) -> list[str]:
+def _optimizer_lines(config: Config) -> list[str]:
     """Return one line about the parameters that Muon and AdamW update, or none without Muon."""
     if config.optimizer.name != "muon":
         return []
@@ -125,7 +125,7 @@ def optimizer_lines(config: Config) -> list[str]:
     ]
 
 
-def batch_line(config: Config, steps: CompiledFunctions) -> str:
+def _batch_line(config: Config, steps: CompiledFunctions) -> str:
     """Return a line about the size of the global batch and of each device's share."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
@@ -138,7 +138,7 @@ def batch_line(config: Config, steps: CompiledFunctions) -> str:
     )
 
 
-def vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
+def _vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
     """Return one line if the data's tokenizer uses at most half of the vocabulary, or else none."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:

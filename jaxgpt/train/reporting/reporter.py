@@ -169,7 +169,7 @@ class Reporter:
             )
             self._trackers.log(start)
             if step:
-                self.info(data_line(sizes, step))
+                self.info(_data_line(sizes, step))
 
     def _new_timer(self) -> StepTimer:
         return StepTimer(self.clock, lambda: self._cluster.monitor.stalled)
@@ -366,7 +366,7 @@ class Reporter:
         """
         self._console.end_progress()
         if self._evaluated is not None and self._evaluated.step == step:
-            last_line = f"{last_line}: {losses_text(self._evaluated.to_dict())}"
+            last_line = f"{last_line}: {_losses_text(self._evaluated.to_dict())}"
         self.info(last_line)
         self._goodput.write(is_last=not has_failed)
         if self._trackers is not None:
@@ -414,7 +414,7 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
     return figures
 
 
-def data_line(sizes: BatchSizes, step: int) -> str:
+def _data_line(sizes: BatchSizes, step: int) -> str:
     """Return a line with the data position and the batch size for the step after `step` (>= 1)."""
     before, now = sizes.at(step), sizes.at(step + 1)
     was = "" if before == now else f" (was {before})"
@@ -424,13 +424,13 @@ def data_line(sizes: BatchSizes, step: int) -> str:
     )
 
 
-def losses_text(record: dict[str, Any]) -> str:
+def _losses_text(record: dict[str, Any]) -> str:
     """Return the losses of an evaluation record as text."""
     return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
 
 
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "eval": lambda r: f"step={r['step']} {losses_text(r)}",
+    "eval": lambda r: f"step={r['step']} {_losses_text(r)}",
     "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
     "spike": spike_line,
     "damage": lambda r: (
