@@ -243,6 +243,10 @@ class SentencePieceTokenizer(FileTokenizer):
     kind, file = "sentencepiece", SENTENCEPIECE
 
     def encode(self, text: str) -> np.ndarray:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # the package would raise a RuntimeError
+            raise _not_unicode(text) from None
         return np.array(_load_model(self._content).encode(text), np.int64)
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:

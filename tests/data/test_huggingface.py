@@ -14,6 +14,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
+    SentencePieceTokenizer,
     continue_prompt,
     load_tokenizer,
     tokenizer_from_meta,
@@ -133,8 +134,9 @@ def test_a_tokenizer_that_may_not_be_read_is_refused_with_a_sentence(gpt2, tmp_p
 
 
 def test_a_surrogate_is_named(gpt2):
-    with pytest.raises(UsageError, match=r"'.udcff' \(position 1\)"):
-        gpt2.encode("a\udcff")
+    for tokenizer in gpt2, SentencePieceTokenizer(b"", 2, None):
+        with pytest.raises(UsageError, match=r"'.udcff' \(position 1\)"):
+            tokenizer.encode("a\udcff")
 
 
 def test_a_tokenizer_is_found_under_all_its_names(gpt2, gpt2_folder, tmp_path):
