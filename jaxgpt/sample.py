@@ -1,16 +1,20 @@
 """Generate text with a trained model: `python -m jaxgpt.sample --run DIR --prompt "..."`."""
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
-from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_number
+from jaxgpt.config import CommandParser, Sampling, UsageError, file_path, in_words, whole_number
 from jaxgpt.data.tokenizers import Tokenizer
-from jaxgpt.evaluate.model import Model, check_temperature, find_trained, run_folder
+from jaxgpt.evaluate.model import Model, find_trained, run_folder
+from jaxgpt.evaluate.stop_strings import Written
 from jaxgpt.tracking.appended_file import printable
+
+STREAMED_AT_ONCE = 8  # tokens to generate before --stream shows them
 
 
 def parser() -> CommandParser:
@@ -21,14 +25,40 @@ def parser() -> CommandParser:
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
     )
-    prompt, likeliest = "text to continue, or FILE:NAME", "0 always takes the most likely token"
-    out.add_argument("--prompt", "--start", default="", help=f"{prompt}; default none")
+    prompts = out.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompt", "--start", default="", help="text to continue, or FILE:NAME; default none"
+    )
+    prompts.add_argument(
+        "--prompts",
+        type=file_path,
+        metavar="FILE",
+        help="file with one prompt per line; in a .jsonl file, each line is a JSON string or an "
+        "object with a prompt",
+    )
     count, number = whole_number(bits=20), whole_number(least=0, bits=31)
     out.add_argument("--max-new-tokens", type=count, default=200, help="new tokens; default 200")
-    out.add_argument("--num-samples", type=count, default=1, help="number of texts; default 1")
+    out.add_argument("--num-samples", type=count, default=1, help="texts per prompt; default 1")
+    out.add_argument(
+        "--batch-size", type=count, default=64, help="texts to generate at once; default 64"
+    )
+    likeliest = "0 always takes the most likely token"
     out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
     out.add_argument("--top-k", type=number, default=200, help="0 allows all tokens; default 200")
-    out.add_argument("--seed", type=number, default=1337, help="random seed; default 1337")
+    nucleus = "keep the most likely tokens whose total probability reaches this; default all"
+    out.add_argument("--top-p", type=float, help=nucleus)
+    relative = "keep tokens at least this many times as likely as the first; default all"
+    out.add_argument("--min-p", type=float, help=relative)
+    out.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before this string; may be repeated",
+    )
+    out.add_argument("--stream", action="store_true", help="show texts while they are generated")
+    about = "random seed; default 1337. Sample i of each prompt uses seed + i"
+    out.add_argument("--seed", type=number, default=1337, help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to run the model on")
     return out
 
@@ -45,14 +75,17 @@ def write(arguments: argparse.Namespace) -> None:
     """
     check_options(arguments)
     with join_process_group() as cluster:
-        for number, text in enumerate(samples(arguments, cluster)):
+        for part in new_parts(samples(arguments, cluster)):
             if cluster.is_main:
-                sys.stdout.write("---\n" * (number > 0) + printable(text) + "\n")
+                sys.stdout.write(printable(part))
+                sys.stdout.flush()
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if the temperature or the seed is out of range."""
-    check_temperature(arguments.temperature, "--temperature")
+    """Raise `UsageError` if a sampling option, a stop string or the seed is out of range."""
+    sampling(arguments).check("--")
+    if "" in arguments.stop:
+        raise UsageError("--stop: is empty; give the text that ends a sample")
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(
             f"--seed={arguments.seed}: must be at most {2**31 - arguments.num_samples}, because "
@@ -60,29 +93,72 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
 
 
-def read_prompt(given: str, tokenizer: Tokenizer) -> str:
-    """Return the prompt. As in nanoGPT, `FILE:NAME` reads it from a file.
+def sampling(arguments: argparse.Namespace) -> Sampling:
+    """Return how the arguments say that each token is chosen."""
+    top_k = arguments.top_k or None
+    return Sampling(arguments.temperature, top_k, arguments.top_p, arguments.min_p)
 
-    Raises `UsageError` if the file cannot be read or the tokenizer cannot encode the prompt.
+
+def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
+    """Return the prompts. As in nanoGPT, `--prompt FILE:NAME` reads one from a file.
+
+    Raises `UsageError` if the file cannot be read, if it has no prompts, or if the tokenizer cannot
+    encode one.
     """
-    prompt = given
-    if given.startswith("FILE:"):
+    if arguments.prompts is not None:
+        prompts = read_prompt_file(arguments.prompts)
+    elif arguments.prompt.startswith("FILE:"):
+        where = f"--prompt {arguments.prompt}"
+        prompts = {where: read_text(Path(arguments.prompt.removeprefix("FILE:")), where)}
+    else:
+        prompts = {f"--prompt {arguments.prompt!r}": arguments.prompt}
+    for where, prompt in prompts.items():
         try:
-            prompt = Path(given.removeprefix("FILE:")).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--prompt {given}: cannot be read ({in_words(error)})") from None
+            tokenizer.encode(prompt)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+    return list(prompts.values())
+
+
+def read_text(path: Path, where: str) -> str:
+    """Return a file's text; raise `UsageError` if it cannot be read."""
     try:
-        tokenizer.encode(prompt)
-    except UsageError as error:
-        raise UsageError(f"--prompt {given!r}: {error}") from None
-    return prompt
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where}: cannot be read ({in_words(error)})") from None
 
 
-def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[str]:
-    """Yield generated texts, each preceded by its prompt.
+def read_prompt_file(path: Path) -> dict[str, str]:
+    """Return the prompts in a file, by the place of each: one per line that is not blank.
+
+    A line of a .jsonl file is a JSON string, or an object whose `prompt` is one. Raises
+    `UsageError` if the file cannot be read or has no prompts, or if a line is not such JSON.
+    """
+    prompts = {}
+    for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):
+        where = f"--prompts {path}, line {number}"
+        if not line.strip():
+            continue
+        prompt = line
+        if path.suffix == ".jsonl":
+            try:
+                prompt = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{where}: is not JSON ({in_words(error)})") from None
+            prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if not isinstance(prompt, str):
+            raise UsageError(f'{where}: must be a JSON string, or an object with a "prompt" string')
+        prompts[where] = prompt
+    if not prompts:
+        raise UsageError(f"--prompts {path}: has no prompts; write one per line")
+    return prompts
+
+
+def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
+    """Yield all texts so far, as they grow: those of the first prompt, then those of the second...
 
     All processes must iterate over all texts. Raises `UsageError` if the run, its tokenizer, the
-    mesh or the prompt cannot be used.
+    mesh or a prompt cannot be used.
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
@@ -92,16 +168,42 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[st
                 f"--run {arguments.run}: has no tokenizer; set data.tokenizer in training, or "
                 "import the weights with --tokenizer"
             )
-        prompt = cluster.run_on_all(read_prompt, arguments.prompt, tokenizer)
+        prompts = cluster.run_on_all(read_prompts, arguments, tokenizer)
         model = Model(trained, 1, cluster)
-    for number in range(arguments.num_samples):
-        yield model.generate(
-            prompt,
+    seeds = range(arguments.seed, arguments.seed + arguments.num_samples)
+    todo = [(prompt, seed) for prompt in prompts for seed in seeds]
+    done: list[Written] = []
+    at_once = STREAMED_AT_ONCE if arguments.stream else None
+    for first in range(0, len(todo), arguments.batch_size):
+        batch, batch_seeds = zip(*todo[first : first + arguments.batch_size], strict=True)
+        for texts in model.stream(
+            batch,
             arguments.max_new_tokens,
-            arguments.temperature,
-            arguments.top_k or None,
-            arguments.seed + number,
-        )
+            sampling(arguments),
+            batch_seeds,
+            arguments.stop,
+            at_once,
+        ):
+            if arguments.stream:
+                yield [*done, *texts]
+        done += texts
+        yield done
+
+
+def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
+    """Yield the output of `samples` in parts, each as soon as all that comes before it is final."""
+    number, written = 0, None  # the current text, and what has been yielded of it
+    for texts in snapshots:
+        while number < len(texts):
+            text, is_done = texts[number]
+            if written is None:
+                yield "---\n" if number else ""
+            yield text.removeprefix(written or "")
+            written = text
+            if not is_done:
+                break
+            yield "\n"
+            number, written = number + 1, None
 
 
 if __name__ == "__main__":

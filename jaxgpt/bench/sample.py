@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, Value, open_job
-from jaxgpt.config import UsageError, parse_args
+from jaxgpt.config import Sampling, UsageError, parse_args
 from jaxgpt.train.compiled import make_steps
-from jaxgpt.train.evaluate import make_generate
+from jaxgpt.train.generate import make_generate
 from jaxgpt.train.resume import initial_model
 
 PROMPT = 16  # random tokens
@@ -49,7 +49,9 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
         def seconds_for(n: int) -> float:
             model = config.model
             generate = jax.jit(
-                make_generate(steps.make_decoder, model.n_positions, model.vocab_size, n, 0.0, None)
+                make_generate(
+                    steps.make_decoder, model.n_positions, model.vocab_size, n, Sampling()
+                )
             )
 
             def write() -> None:

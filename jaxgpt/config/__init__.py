@@ -12,6 +12,7 @@ from jaxgpt.config.parse import (
     parse_args,
     train_command,
 )
+from jaxgpt.config.sampling import Sampling
 from jaxgpt.config.schedule import (
     profile_range,
     should_evaluate,

@@ -10,14 +10,14 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxgpt.cluster.process_group import join_alone
-from jaxgpt.config import UsageError
+from jaxgpt.config import Sampling, UsageError
 from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
 DEFAULT_BATCH = 16
 GENERATED_AT_ONCE = 32  # tokens to generate between checks for the end of the text
-SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k"}
-NEUTRAL = {"top_p": (None, 1), "num_beams": (None, 1), "min_p": (None, 0)}  # values without effect
+SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+NEUTRAL = {"num_beams": (None, 1)}  # values without effect
 
 
 def _number(name: str, given: Any, least: int = 1) -> int:
@@ -167,24 +167,21 @@ class JaxGPT(TemplateLM):
         for name, value in options.items():
             if name not in SUPPORTED and value not in NEUTRAL.get(name, ()):
                 raise UsageError(
-                    f"gen_kwargs: {name}={value} is not supported; use do_sample, temperature or "
-                    "top_k"
+                    f"gen_kwargs: {name}={value} is not supported; use do_sample, temperature, "
+                    "top_k, top_p or min_p"
                 )
-        length, temperature = options["max_gen_toks"], options.get("temperature") or 0.0
+        length = options["max_gen_toks"]
+        names = ("temperature", "top_k", "top_p", "min_p")
+        sampling = Sampling(**{name: options[name] for name in names if options.get(name)})
         tokenizer = self._encoder.tokenizer
         end = tokenizer.end_of_text
         prompt = self.tok_encode(context)[-max(1, self.max_length - length) :]
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
-        while len(found) < length:
-            found += self._model.generate_tokens(
-                prompt + found,
-                min(length, GENERATED_AT_ONCE),
-                temperature,
-                options.get("top_k") or None,
-                seed=len(found),
-            )
-            tokens = found[: found.index(end)] if end in found[:length] else found[:length]
+        blocks = self._model.stream_tokens([prompt], length, sampling, [0], GENERATED_AT_ONCE)
+        for block_BN in blocks:
+            found += block_BN[0].tolist()
+            tokens = found[: found.index(end)] if end in found else found
             text = tokenizer.decode(tokens)
             if end in found or any(stop in text for stop in options["until"] if stop):
                 break

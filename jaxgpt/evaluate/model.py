@@ -1,6 +1,7 @@
 """Trained models: find a checkpoint before JAX starts, then load and run the model."""
 
 import contextlib
+import functools
 import itertools
 import tempfile
 from collections import defaultdict, deque
@@ -16,6 +17,7 @@ from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, choose_checkpoint, read_met
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
     Config,
+    Sampling,
     UsageError,
     config_from_dict,
     expand_user,
@@ -25,6 +27,7 @@ from jaxgpt.config import (
 from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.data.loader import global_array
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
+from jaxgpt.evaluate.stop_strings import Written, text_so_far
 from jaxgpt.runtime.initialize import initialize_jax
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
 IN_FLIGHT = 2  # number of batches in flight on the devices while the host reads results
-MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATURE
+TOKENS_AT_ONCE = 16  # tokens to generate between checks for the end of every text
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class Model:
             params = restore_params(Path(trained.where), trained.step, shapes)
         self.params = params
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}
-        self._generators: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
+        self._generators: dict[tuple[int, int, Sampling], Any] = {}
 
     @property
     def block_size(self) -> int:
@@ -330,20 +333,68 @@ class Model:
         temperature: float = 0.8,
         top_k: int | None = 200,
         seed: int = 1337,
+        *,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        stop: Sequence[str] = (),
     ) -> str:
         """Return a prompt and generated text that continues it. See `generate_tokens`.
 
-        An empty prompt stands for the end-of-text token or, without one, token 0. Raises
-        `UsageError` if the model has no tokenizer, or if the tokenizer cannot encode the prompt.
+        The text ends before the first of the `stop` strings in the new text. An empty prompt stands
+        for the end-of-text token or, without one, token 0. Raises `UsageError` if the model has no
+        tokenizer, or if the tokenizer cannot encode the prompt.
         """
-        if self.tokenizer is None:
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        for texts in self.stream([prompt], n_tokens, sampling, [seed], stop):
+            last = texts
+        return last[0].text
+
+    def stream(
+        self,
+        prompts: Sequence[str],
+        n_tokens: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop: Sequence[str] = (),
+        at_once: int | None = None,
+    ) -> Iterator[list[Written]]:
+        """Generate continuations of several prompts as one batch; yield the texts as they grow.
+
+        Each text is the same as if it were the only one, apart from rounding.
+
+        Args:
+            prompts: the prompts, as for `generate`.
+            n_tokens: number of tokens to generate for each prompt.
+            sampling: how each token is chosen.
+            seeds: a random seed for each prompt.
+            stop: strings that end a text; see `generate`.
+            at_once: number of tokens to generate between two yields. None generates all of them, or
+                checks for the end of every text from time to time if there are stop strings.
+
+        Raises `UsageError` as `generate` does.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise UsageError(
                 f"{self.trained.where}: has no tokenizer; set data.tokenizer in training, import "
                 "the weights with --tokenizer, or use generate_tokens"
             )
-        tokens = self.tokenizer.encode(prompt) if prompt else [self.tokenizer.end_of_text or 0]
-        found = self.generate_tokens(tokens, n_tokens, temperature, top_k, seed)
-        return continue_prompt(self.tokenizer, prompt, found)
+        if isinstance(stop, str) or "" in stop:
+            raise UsageError(f"stop={stop!r}: must be a list of strings that are not empty")
+        tokens = [tokenizer.encode(p) if p else [tokenizer.end_of_text or 0] for p in prompts]
+        at_once = at_once or (TOKENS_AT_ONCE if stop else n_tokens)
+        found: list[list[int]] = [[] for _ in prompts]
+        for block_BN in self.stream_tokens(tokens, n_tokens, sampling, seeds, at_once):
+            for new, block in zip(found, block_BN.tolist(), strict=True):
+                new += block
+            is_last = len(found[0]) == n_tokens
+            texts = [
+                text_so_far(prompt, continue_prompt(tokenizer, prompt, new), stop, is_last)
+                for prompt, new in zip(prompts, found, strict=True)
+            ]
+            yield texts
+            if all(one.is_done for one in texts):
+                return
 
     def generate_tokens(
         self,
@@ -352,6 +403,9 @@ class Model:
         temperature: float = 0.0,
         top_k: int | None = None,
         seed: int = 0,
+        *,
+        top_p: float | None = None,
+        min_p: float | None = None,
     ) -> list[int]:
         """Return the IDs of `n_tokens` generated tokens that continue a prompt.
 
@@ -360,32 +414,87 @@ class Model:
             temperature: sampling temperature; 0 always takes the most likely token.
             top_k: sample only from the `top_k` most likely tokens; None samples from all.
             seed: random seed.
+            top_p: sample only from the most likely tokens whose total probability reaches `top_p`.
+            min_p: sample only from tokens that are at least `min_p` times as likely as the most
+                likely one.
 
         Raises `UsageError` if the prompt is empty, if a token is not in the vocabulary, or if a
         number is out of range.
         """
-        check_temperature(temperature, "temperature")
-        if n_tokens < 1 or (top_k is not None and top_k < 1):
-            raise UsageError(
-                f"n_tokens={n_tokens}, top_k={top_k}: must be at least 1; top_k=None allows all "
-                "tokens"
-            )
-        prompt = self._check_tokens(tokens[-self.block_size :])
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
+        return block_BN[0].tolist()
+
+    def stream_tokens(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        n_tokens: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        at_once: int,
+    ) -> Iterator[np.ndarray]:
+        """Yield generated tokens that continue several prompts: int32 (B, N), N at most `at_once`.
+
+        Stop iterating when every text has ended. See `stream` and `generate_tokens`.
+        """
+        sampling.check()
+        if n_tokens < 1 or at_once < 1:
+            raise UsageError(f"n_tokens={n_tokens}, at_once={at_once}: must be at least 1")
+        given = [self._check_tokens(tokens[-self.block_size :]) for tokens in prompts]
+        lengths_B = np.array([tokens.size for tokens in given], np.int32)
+        windows_BP = np.zeros((len(given), self.row_length(int(max(lengths_B)))), np.int32)
+        for window, tokens in zip(windows_BP, given, strict=True):
+            window[: tokens.size] = tokens
+        from jaxgpt.train.generate import cached_tokens
+
+        seeds_B, B = np.array(seeds, np.int32), len(given)
+        n_cached = np.int32(cached_tokens(self.config.model.n_positions, lengths_B.max()))
+        start, extend = self._generator(B, n_tokens, sampling)
+        text = start(self.params, windows_BP, lengths_B)
+        for first in range(0, n_tokens, at_once):
+            end = np.int32(min(first + at_once, n_tokens))
+            text = extend(self.params, text, seeds_B, np.int32(first), n_cached, end)
+            columns_BN = lengths_B[:, None] + np.arange(first, end)
+            yield np.take_along_axis(np.asarray(text.tokens_S), columns_BN, axis=1)
+
+    def _generator(self, n_texts: int, n_tokens: int, sampling: Sampling) -> Any:
+        """Return the jitted functions of `Generator` for a batch of texts."""
         import jax
 
-        from jaxgpt.train.evaluate import make_generate
+        from jaxgpt.train.generate import Text, make_generator
 
-        key = n_tokens, temperature, top_k
+        key = n_texts, n_tokens, sampling
         if key not in self._generators:
             known = self.tokenizer.vocab_size if self.tokenizer else self._vocab_size
-            self._generators[key] = jax.jit(
-                make_generate(self.steps.make_decoder, self.config.model.n_positions, known, *key),
-                out_shardings=self.steps.replicated,
+            start, extend = make_generator(
+                self.steps.make_decoder, self.config.model.n_positions, known, n_tokens, sampling
             )
-        window = np.zeros(self.row_length(len(prompt)), np.int32)
-        window[: len(prompt)] = prompt
-        operands = self.params, window, np.int32(len(prompt)), np.int32(seed)
-        return np.asarray(self._generators[key](*operands)).tolist()
+            whole = self.steps.replicated
+            jit = functools.partial(jax.jit, out_shardings=Text(whole, whole, None))
+            self._generators[key] = (
+                jit(over_texts(start, n_texts, (None, 0, 0))),
+                jit(over_texts(extend, n_texts, (None, 0, 0, None, None, None)), donate_argnums=1),
+            )
+        return self._generators[key]
+
+
+def over_texts(
+    function: Callable[..., Any], n_texts: int, in_axes: tuple[int | None, ...]
+) -> Callable[..., Any]:
+    """Return `jax.vmap(function, in_axes)`. A single text runs without it, which is faster."""
+    import jax
+
+    if n_texts > 1:
+        return jax.vmap(function, in_axes)
+
+    def on_one(*operands: Any) -> Any:
+        one = [
+            operand if axis is None else jax.tree.map(lambda x: x[0], operand)
+            for operand, axis in zip(operands, in_axes, strict=True)
+        ]
+        return jax.tree.map(lambda x: x[None], function(*one))
+
+    return on_one
 
 
 class Pair(NamedTuple):
@@ -426,15 +535,6 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
             is_greedy = np.array_equal(likeliest[here], pairs[number].continuation)
             found[number] = LogLikelihood(-float(losses[here].sum(dtype=np.float64)), is_greedy)
     return [found[number] for number in range(len(pairs))]
-
-
-def check_temperature(temperature: float, key: str) -> None:
-    """Raise `UsageError` if a sampling temperature, the value of `key`, is out of range."""
-    if temperature != 0 and not 1 / MAX_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise UsageError(
-            f"{key}={temperature}: must be 0, or between {1 / MAX_TEMPERATURE} and "
-            f"{MAX_TEMPERATURE}"
-        )
 
 
 def _round_up(n: int, multiple: int) -> int:

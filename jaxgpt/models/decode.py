@@ -141,7 +141,7 @@ def _slot_positions(S: int, n_read: Any) -> jax.Array:
 
 
 def decode_step(
-    network: GPT, cache: Cache, tokens_1T: jax.Array, position: Any
+    network: GPT, cache: Cache, tokens_1T: jax.Array, position: Any, last: Any = -1
 ) -> tuple[jax.Array, Cache]:
     """Process T new tokens of one text, without dropout.
 
@@ -151,9 +151,10 @@ def decode_step(
             T > 1, their positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
+        last: index of the new token whose logits to return. The tokens after it are padding.
 
     Returns:
-        logits_1V in float32 for the token after the new ones, and the cache with the new tokens. V
+        logits_1V in float32 for the token after token `last`, and the cache with the new tokens. V
         is the padded vocabulary, or this device's shard of it.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
@@ -176,7 +177,7 @@ def decode_step(
     layers_L = np.arange(network.config.n_layer, dtype=np.int32)
     carry = network.embed(batch), cache.layers
     (x_1TD, layers), _ = network.scan_blocks(run, carry, layers_L)
-    logits_1V = network.output_layer.logits(network.last_norm(x_1TD)[:, -1])
+    logits_1V = network.output_layer.logits(network.last_norm(x_1TD)[:, last])
     return logits_1V, cache._replace(layers=layers)
 
 

@@ -24,8 +24,9 @@ from jaxgpt.parallel.zero import local_params
 from jaxgpt.train.sharded_model import ShardedModel
 from jaxgpt.train.step import weighted_mean
 
-# (cache, tokens_1T, position of the first token) -> (logits_1V, updated cache); see `decode_step`.
-DecodeFn = Callable[[Cache, jax.Array, Any], tuple[jax.Array, Cache]]
+# (cache, tokens_1T, position of the first token[, index of the last one that is not padding]) ->
+# (logits_1V, updated cache); see `decode_step`.
+DecodeFn = Callable[..., tuple[jax.Array, Cache]]
 
 SMALL_BYTES = 2**28  # up to this total size, each device gathers all parameters to decode
 
@@ -165,7 +166,7 @@ def _sharded_decode(
     return jax.shard_map(
         local,
         mesh=model.mesh,
-        in_specs=(model.param_specs, own_cache, everywhere, everywhere),
+        in_specs=(model.param_specs, own_cache, *[everywhere] * (len(operands) - 1)),
         out_specs=(everywhere, own_cache),
         check_vma=False,  # JAX cannot infer that the gathered logits are replicated
     )(params, *operands)

@@ -13,14 +13,14 @@ from flax import nnx
 
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import MeshShape, config_from_dict
+from jaxgpt.config import MeshShape, Sampling, config_from_dict
 from jaxgpt.convert.__main__ import main
 from jaxgpt.convert.huggingface import to_hf
 from jaxgpt.data.batch import input_batch
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.compiled import make_steps
-from jaxgpt.train.evaluate import make_generate
+from jaxgpt.train.generate import make_generate
 from jaxgpt.train.restart import load_weights
 from jobs import limited_devices, scalars
 
@@ -117,7 +117,7 @@ def test_transformers_reads_what_we_write(family, models, reference):
     np.testing.assert_allclose(logits, expected[family][0], atol=1e-5)
     config, steps, state = steps_of(folder / "ours" / family)
     generate = jax.jit(
-        make_generate(steps.make_decoder, config.model.n_positions, V, 50, 0.0, None)
+        make_generate(steps.make_decoder, config.model.n_positions, V, 50, Sampling())
     )
     window = np.zeros(T, np.int32)
     window[:4] = batches()[0, 0, :4]

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from evaluation import BLOCK, TEXT, opened, reference_logits, train
+from jaxgpt.config import Sampling
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.evaluate.model import Pair, find_trained, log_likelihoods
+from jaxgpt.train import inference
+
+SIZES = (1, 3, 9, BLOCK - 1, BLOCK, BLOCK + 5, 17, 2)  # of prompts, in tokens
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,35 @@ def test_log_likelihoods_are_sums_of_log_probabilities(run, batch, mesh):
             expected.append(sum(found[i, row[i + 1]] for i in last))
     scored = log_likelihoods(opened(run, batch, mesh), pairs)
     np.testing.assert_allclose([s.nats for s in scored], expected, atol=5e-5)
+
+
+@pytest.mark.parametrize("mesh", ["1,1,1", pytest.param("2,2,2", marks=pytest.mark.long)])
+def test_a_batch_of_prompts_continues_each_of_them(run, mesh, monkeypatch):
+    """Some texts reach the end of the block before others, and all go beyond it."""
+    monkeypatch.setattr(inference, "SMALL_BYTES", 0)
+    prompts = [list(TEXT.encode()[5 * n : 5 * n + size]) for n, size in enumerate(SIZES)]
+    log_probabilities, n_tokens = reference_logits(run, find_trained(run).config), BLOCK + 3
+    expected = []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(n_tokens):
+            text.append(int(log_probabilities(text[-BLOCK:])[-1].argmax()))
+        expected.append(text[len(prompt) :])
+    model = opened(run, mesh=mesh)
+    for at_once in (n_tokens, 6):
+        blocks = model.stream_tokens(prompts, n_tokens, Sampling(), [0] * len(prompts), at_once)
+        assert np.concatenate(list(blocks), axis=1).tolist() == expected
+
+
+def test_a_seed_draws_the_same_text_in_any_batch(run):
+    model, sampling = opened(run), Sampling(1.5, top_p=0.95)
+    prompts, seeds = [[65], [66, 67], [65]], [4, 5, 6]
+    (block_BN,) = model.stream_tokens(prompts, 30, sampling, seeds, 30)
+    alone = [
+        model.generate_tokens(prompt, 30, 1.5, seed=seed, top_p=0.95)
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    assert block_BN.tolist() == alone and alone[0] != alone[2]
 
 
 def test_a_continuation_is_greedy_if_each_token_is_the_likeliest(run):

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxgpt.config import MeshShape, UsageError, load_config
+from jaxgpt.config import MeshShape, Sampling, UsageError, load_config
 from jaxgpt.data.batch import input_batch
 from jaxgpt.data.tokenizers import CharTokenizer
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train import evaluate as sampling
+from jaxgpt.train import generate as generation
 from jaxgpt.train import inference
 from jaxgpt.train.compiled import make_steps
-from jaxgpt.train.evaluate import make_generate, prompt_window
+from jaxgpt.train.generate import make_generate, prompt_window
 from jobs import limited_devices
 
 V = 11
@@ -30,11 +30,11 @@ def reader(next_logits, reads=None):
         reads: list that collects the number of tokens in each call.
     """
 
-    def read(params, text_T, tokens_1T, first):
+    def read(params, text_T, tokens_1T, first, last=-1):
         if reads is not None:
             jax.debug.callback(lambda n=tokens_1T.size: reads.append(n), ordered=True)
         text_T = jax.lax.dynamic_update_slice(text_T, tokens_1T[0], (first,))
-        last = first + tokens_1T.size - 1
+        last = first + last % tokens_1T.size
         before = jnp.where(last > 0, text_T[last - 1], 0)
         return next_logits(params, text_T[last], before)[None], text_T
 
@@ -49,7 +49,9 @@ def counting_logits(sharpness, last, before):
 def generate(prompt, n, temperature=0.0, top_k=None, sharpness=100.0, reads=None):
     window = np.zeros(T, np.int32)
     window[: len(prompt)] = prompt
-    made = jax.jit(make_generate(reader(counting_logits, reads), T, V, n, temperature, top_k))
+    made = jax.jit(
+        make_generate(reader(counting_logits, reads), T, V, n, Sampling(temperature, top_k))
+    )
     return np.asarray(made(sharpness, window, np.int32(len(prompt)), np.int32(0))).tolist()
 
 
@@ -75,7 +77,7 @@ def test_a_token_is_read_once_until_the_block_is_full():
 
 @pytest.mark.parametrize(("length", "pieces"), [(3, [4]), (4, [4]), (5, [4, 4])])
 def test_a_prompt_is_read_in_no_more_pieces_than_it_needs(length, pieces, monkeypatch):
-    monkeypatch.setattr(sampling, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 4)
     reads = []
     prompt = [1, *fibonacci(1, 1, length - 1)]
     assert generate(prompt, 1, reads=reads) == fibonacci(*prompt[-2:], 1)
@@ -101,13 +103,13 @@ def ranked_logits(params, last, before):
 
 @pytest.mark.parametrize("k", [1, 3, V, 100])
 def test_top_k_limits_the_choice(k):
-    made = jax.jit(make_generate(reader(ranked_logits), T, V, 1000, 1.0, k))
+    made = jax.jit(make_generate(reader(ranked_logits), T, V, 1000, Sampling(1.0, k)))
     drawn = np.asarray(made(0, np.zeros(T, np.int32), np.int32(1), np.int32(0)))
     assert set(drawn.tolist()) == set(range(max(0, V - k), V))
 
 
 def test_tokens_that_the_tokenizer_lacks_are_not_drawn():
-    made = jax.jit(make_generate(reader(ranked_logits), T, 5, 1000, 1.0, None))
+    made = jax.jit(make_generate(reader(ranked_logits), T, 5, 1000, Sampling(1.0)))
     drawn = np.asarray(made(0, np.zeros(T, np.int32), np.int32(1), np.int32(0)))
     assert set(drawn.tolist()) == set(range(5))
 
@@ -168,11 +170,11 @@ def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monk
         _, mesh, *options = options
     else:
         monkeypatch.setattr(inference, "SMALL_BYTES", 0)
-    monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 7)
     config, steps, params = made_steps(mesh, *options)
     n = BLOCK + 5
     made = jax.jit(
-        make_generate(steps.make_decoder, config.model.n_positions, CHARACTERS, n, 0.0, None)
+        make_generate(steps.make_decoder, config.model.n_positions, CHARACTERS, n, Sampling())
     )
     draw = np.random.default_rng(2).integers
     prompts = [draw(0, CHARACTERS, size).tolist() for size in (1, 9, BLOCK)]
@@ -210,12 +212,12 @@ def test_a_text_goes_on_past_the_block(mesh, options, monkeypatch):
     at BLOCK.
     """
     monkeypatch.setattr(inference, "SMALL_BYTES", 0)
-    monkeypatch.setattr(sampling, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 7)
     config, steps, params = made_steps(mesh, *options)
     is_rope = config.model.position == "rope"
     n = 3 * BLOCK if is_rope else BLOCK - 9
     made = jax.jit(
-        make_generate(steps.make_decoder, config.model.n_positions, CHARACTERS, n, 0.0, None)
+        make_generate(steps.make_decoder, config.model.n_positions, CHARACTERS, n, Sampling())
     )
     window = config.model.sliding_window or BLOCK
     longer = config.replace(model__block_size=5 * BLOCK, model__sliding_window=window)

@@ -1,0 +1,48 @@
+"""How the next token of a generated text is chosen."""
+
+from dataclasses import dataclass
+
+from jaxgpt.config.errors import UsageError
+
+MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution that the next token is drawn from, given the model's logits.
+
+    The options are applied in the order of the fields, as in transformers: each one selects from
+    the tokens that the ones before it have left.
+    """
+
+    temperature: float = 0.0  # divisor of the logits; 0 always takes the most likely token
+    top_k: int | None = None  # keep the `top_k` most likely tokens
+    # Keep the most likely tokens, up to the first one at which their total probability reaches
+    # `top_p` (nucleus sampling, arXiv 1904.09751).
+    top_p: float | None = None
+    # Keep tokens that are at least `min_p` times as likely as the most likely one (arXiv
+    # 2407.01082).
+    min_p: float | None = None
+
+    def check(self, prefix: str = "") -> None:
+        """Raise `UsageError` if a value is out of range.
+
+        Args:
+            prefix: what the user writes before the name of an option, such as "--".
+        """
+        least = 1 / MAX_TEMPERATURE
+        if self.temperature != 0 and not least <= self.temperature <= MAX_TEMPERATURE:
+            raise UsageError(
+                f"{prefix}temperature={self.temperature}: must be 0, or between {least} and "
+                f"{MAX_TEMPERATURE}"
+            )
+        dash = "-" if prefix else "_"
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(
+                f"{prefix}top{dash}k={self.top_k}: must be at least 1; None allows all tokens"
+            )
+        for name, value in (("top", self.top_p), ("min", self.min_p)):
+            if value is not None and not 0 < value <= 1:
+                raise UsageError(
+                    f"{prefix}{name}{dash}p={value}: must be more than 0 and at most 1"
+                )
