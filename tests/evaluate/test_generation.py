@@ -62,7 +62,7 @@ def folders(transformers, tmp_path_factory):
 def reference(transformers, folder):
     """Return a function prompt -> (new token IDs, their text), which decodes greedily."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
     def generate(prompt, **options):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -95,12 +95,14 @@ def test_greedy_texts_and_stop_strings_are_those_of_transformers(
     assert len(stops) > 2
     stops.append("no such text")
     ended = [generate(prompt, stop_strings=stops) for prompt in PROMPTS]
-    assert sum(len(new) < N for new, _ in ended) > 2
     texts = [model.generate(p, N, 0, None, stop=stops) for p in PROMPTS]
+    n_ended = 0
     for prompt, (new, text), ours in zip(PROMPTS, ended, texts, strict=True):
         found = [text.index(stop) for stop in stops if stop in text]
-        assert ours == prompt + text[: min(found, default=None)]
-        assert len(new) == N or found
+        if len(new) == N or found:  # transformers also finds a string that begins in the prompt
+            assert ours == prompt + text[: min(found, default=None)]
+            n_ended += bool(found)
+    assert n_ended > 2
     (tmp_path / "prompts.jsonl").write_text("".join(f"{p!r}\n" for p in PROMPTS).replace("'", '"'))
     words = ["--run", f"hf:{folders / family}", "--prompts", f"{tmp_path}/prompts.jsonl"]
     options = ["--temperature", "0", "--max-new-tokens", str(N), "--stream", "--batch-size", "5"]
