@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxgpt import prepare, sample
+from jaxgpt.config import UsageError
 from jobs import AS_USERS, SMALL, losses, records, run
 
 
@@ -95,6 +96,31 @@ def test_sample_explains_what_is_wrong(arguments, words, capsys):
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.txt", " \n\n", "a.txt: has no prompts"),
+        ("a.jsonl", '"one"\n{"text": "two"}\n', "a.jsonl, line 2: must be a JSON string, or an"),
+        ("a.jsonl", "one\n", "a.jsonl, line 1: is not JSON"),
+        ("a.jsonl", "3\n", "a.jsonl, line 1: must be a JSON string"),
+    ],
+)
+def test_a_file_of_prompts_is_refused_in_words(name, text, words, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError) as raised:
+        sample.read_prompt_file(tmp_path / name)
+    assert words in str(raised.value)
+
+
+def test_prompts_are_read_from_lines_and_from_json(tmp_path):
+    (tmp_path / "a.txt").write_text("one \n\n two\n")
+    (tmp_path / "a.jsonl").write_text('"a\\nb"\n{"prompt": "", "id": 7}\n')
+    assert list(sample.read_prompt_file(tmp_path / "a.txt").values()) == ["one ", " two"]
+    assert list(sample.read_prompt_file(tmp_path / "a.jsonl").values()) == ["a\nb", ""]
+    with pytest.raises(UsageError, match=r"--prompts .*none.txt: cannot be read"):
+        sample.read_prompt_file(tmp_path / "none.txt")
 
 
 def test_the_default_run_needs_nothing_and_compiles_its_step_once(tmp_path):

@@ -345,9 +345,8 @@ class Model:
         tokenizer, or if the tokenizer cannot encode the prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
-        for texts in self.stream([prompt], n_tokens, sampling, [seed], stop):
-            last = texts
-        return last[0].text
+        *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
+        return last.text
 
     def stream(
         self,
