@@ -13,6 +13,7 @@ sequence, even if train.batch_size changes. For steps up to the newest checkpoin
 the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -30,6 +31,7 @@ from jaxgpt.config import (
     CommandParser,
     Config,
     UsageError,
+    config_from_file,
     file_path,
     mesh_shape,
     parse_args,
@@ -117,6 +119,21 @@ def _look_up(
     if size != config.train.batch_size:
         notes.append(f"train.batch_size was {size} at step {step}")
     return dataset, found, rows.read(step, range(size)), weights, notes
+
+
+@functools.lru_cache(maxsize=1000)
+def row_text(run: Path, step: int, row: int) -> str:
+    """Return the origin and the text of a row of a step of a run, or why it cannot be read."""
+    if step < 1:  # from a damaged record
+        return f"row {row} cannot be read: there is no step {step}"
+    try:
+        config = config_from_file(run / "config.yaml")
+        dataset, (found,), tokens, *_ = _look_up(config, run, step, str(row))
+    except UsageError as error:
+        return f"row {row} cannot be read: {error}"
+    ids, tokenizer = tokens[row].tolist(), dataset.tokenizer
+    text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+    return f"row {row}, {found['corpus']}, {found['file']} at token {found['offset']:,}:\n{text}"
 
 
 def _chosen_rows(given: str | None, batch_size: int) -> range:

@@ -5,7 +5,10 @@ import fcntl
 import glob
 import os
 import resource
+import struct
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Literal, TextIO
 
 # Device files of NVIDIA, AMD, Intel and Google accelerators.
@@ -72,6 +75,23 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
     except OSError as error:
         return "taken" if error.errno in (errno.EACCES, errno.EAGAIN) else "unsupported"
     return "locked"
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether another process has locked a file with `lock_file`.
+
+    Does not take the lock, so a run that starts at the same time is not disturbed. Always False if
+    the file system does not support locks or the operating system is not Linux.
+    """
+    if sys.platform != "linux":
+        return False
+    query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with path.open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+    except OSError:  # absent, or on a file system without locks
+        return False
+    return struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK
 
 
 def raise_open_file_limit(wanted: int) -> int:

@@ -1,12 +1,8 @@
-"""Console lines, a table and a plot of a run's spikes, skips and rewinds."""
+"""Console lines and a table of a run's spikes, skips and rewinds."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxgpt.config import UsageError, in_words
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.console import table_text
 
@@ -21,7 +17,7 @@ def spike_line(record: dict[str, Any]) -> str:
     )
     if "limit" in record:
         text += f" limit={record['limit']:.4g} median={record['median']:.4g}"
-    return f"{text} action={record['action']} rows {_rows_text(record['rows'])}"
+    return f"{text} action={record['action']} rows {rows_text(record['rows'])}"
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
@@ -33,7 +29,7 @@ def rewind_line(rewind: dict[str, Any]) -> str:
     )
 
 
-def _rows_text(rows: list[dict[str, Any]]) -> str:
+def rows_text(rows: list[dict[str, Any]]) -> str:
     """Return the numbers, corpora and offsets of the first `SHOWN_ROWS` rows as text.
 
     `rows` has the format of `worst_rows`.
@@ -72,56 +68,6 @@ def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
             done = f"rewound to step {r['step']}, dropped {first}-{last}, skipped {from_}-{to}"
         values = (r["loss"], r.get("limit"), r["grad_norm"])
         numbers = ("-" if value is None else f"{value:.4g}" for value in values)
-        yield step, f"spike: {r['cause']}", *numbers, done, _rows_text(r["rows"])
+        yield step, f"spike: {r['cause']}", *numbers, done, rows_text(r["rows"])
     for first, last in skipped_ranges(records):
         yield first, "skip", "", "", "", f"{first}-{last} skipped", ""
-
-
-def draw_spikes(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Plot the loss curve of a run's records, with its spikes, skips and rewinds, to a file.
-
-    The extension of `path` sets the format; without one, `.png` is appended. Raises `UsageError` if
-    matplotlib is not installed or does not know the format, or if the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            f"--png={path}: needs matplotlib; pip install 'jaxgpt[report]' installs it"
-        ) from None
-    train, evals, spikes, rewinds = (
-        [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "spike", "rewind")
-    )
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(*_curve(train, "loss"), color="C0", linewidth=1, label="loss")
-    if evals:
-        axes.plot(*_curve(evals, "val_loss"), "o-", color="C1", label="val loss")
-    for first, last in skipped_ranges(records):
-        axes.axvspan(first - 0.5, last + 0.5, color="0.85", zorder=0)
-    for r in rewinds:  # plot the dropped steps, with an arrow to the step that the run went back to
-        dropped = dict([*r["dropped_losses"], [r["spike"], r["loss"]]])
-        axes.plot(*np.array(sorted(dropped.items()), float).T, ":", color="C3", linewidth=1)
-        ends = {"xy": (r["step"], r["loss"]), "xytext": (r["spike"], r["loss"])}
-        axes.annotate("", **ends, arrowprops={"arrowstyle": "->", "color": "C3"})
-        axes.axvline(r["step"], color="C3", linewidth=0.5, linestyle="--")
-    for cause, marker in (("loss", "v"), ("grad_norm", "d"), ("nonfinite", "x")):
-        found = [r for r in (*spikes, *rewinds) if r["cause"] == cause]
-        if found:
-            steps = [r.get("spike", r["step"]) for r in found]
-            heights = [axes.get_ylim()[0] if r["loss"] is None else r["loss"] for r in found]
-            axes.scatter(steps, heights, marker=marker, color="C3", label=f"spike: {cause}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--png={path}: cannot be written ({in_words(error)}); give a path that ends in .png, "
-            "in a writable folder"
-        ) from None
-
-
-def _curve(records: list[dict[str, Any]], name: str) -> tuple[list[int], np.ndarray]:
-    """Return the steps and values of a curve; a value of None becomes NaN, which leaves a gap."""
-    return [r["step"] for r in records], np.array([r[name] for r in records], float)

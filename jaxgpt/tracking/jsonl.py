@@ -9,7 +9,7 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,12 @@ def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
     `OSError` if the file cannot be read.
     """
     found = (record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"]))
+    return [record for record in found if _is_whole(record)]
+
+
+def parse_records(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the records in lines of a metrics.jsonl; damaged lines are ignored."""
+    found = (record for record in map(_parse, lines) if record is not None)
     return [record for record in found if _is_whole(record)]
 
 

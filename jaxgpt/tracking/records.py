@@ -198,5 +198,7 @@ SHAPES: dict[str, Any] = {
     "checkpoint": {"seconds": float},
     "start": {"mesh": str, "processes": int, "devices": str, "jax": str, "batch_size": int},
     "goodput": GOODPUT_SHAPE,
+    "corruption": {"found": int, "devices": [str]},
+    "damage": {"reason": str},
     "straggler": {"rank": int, "host": str} | dict.fromkeys(STRAGGLER_SECONDS, float),
 }

@@ -43,6 +43,7 @@ from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import pending_rewind, skipped_by_rewinds
 from jaxgpt.tracking import check_trackers
 from jaxgpt.tracking.jsonl import METRICS
+from jaxgpt.tracking.starts import log_start
 from jaxgpt.train.resume import (
     check_resume,
     missing_records,
@@ -173,6 +174,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
     directory = writable_directory(config, cluster.on_close)
     config = config.replace(out=str(directory))
+    log_start(directory, "start", _start_facts(cluster))
     asked, lost = _asked_to_skip(config, directory / "config.yaml")
     if (local := local_folder(config, directory)) is not None:
         notes += local.recover(config.train.log_interval)
@@ -211,6 +213,16 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "init_folder": init_folder,
             "init_step": init_step,
         },
+    }
+
+
+def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
+    """Return what is known about the processes of a start before JAX starts."""
+    return {
+        "processes": cluster.size,
+        "hosts": list(dict.fromkeys(cluster.host_names)),
+        "machine": cluster.machine.name if cluster.machine else None,
+        "launcher": cluster.launcher,
     }
 
 

@@ -34,7 +34,9 @@ from jaxgpt.evaluate.model import find_trained
 from jaxgpt.inspect import differences
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.replay import find_stretches
-from jaxgpt.report import goodput_report, read_startup, spikes_report
+from jaxgpt.report.__main__ import goodput_report, spikes_report
+from jaxgpt.report.page import sections
+from jaxgpt.report.panels import PANELS, series_of
 from jaxgpt.spikes.policy import (
     commit_rewind,
     pending_rewind,
@@ -43,6 +45,8 @@ from jaxgpt.spikes.policy import (
 )
 from jaxgpt.spikes.report import rewind_line
 from jaxgpt.tracking.jsonl import JsonLines, Samples
+from jaxgpt.tracking.run_files import read_runs
+from jaxgpt.tracking.starts import start_rows
 from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.resume import check_resume, initial_model, missing_records, saved_settings
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
@@ -228,14 +232,28 @@ def restore(home):
         restore_params(home / "run", 20, steps.state_shapes.params)
 
 
+def run_of(home):
+    (run,) = read_runs([home / "run"])
+    return run
+
+
+def read_page(home):
+    run = run_of(home)
+    sections([run], "title")
+    for panel in PANELS:
+        series_of(run, panel)
+
+
 # name -> files that are damaged, and what reads them
 READERS = {
-    "report spikes": ("run/metrics.jsonl", lambda home: spikes_report(home / "run", None)),
+    "report spikes": ("run/metrics.jsonl", lambda home: spikes_report(run_of(home), None)),
     "report spikes --png": (
-        "run/metrics.jsonl", lambda home: spikes_report(home / "run", home / "x.png")),
-    "report startup": ("run/startup.json", lambda home: read_startup(home / "run")),
-    "report goodput": ("run/metrics.jsonl", lambda home: goodput_report(home / "run", 80)),
-    "cluster.json": ("run/cluster.json", lambda home: goodput_report(home / "run", 80)),
+        "run/metrics.jsonl", lambda home: spikes_report(run_of(home), home / "x.png")),
+    "report startup": ("run/starts.jsonl", lambda home: start_rows("run", home / "run", "dead")),
+    "report goodput": ("run/metrics.jsonl", lambda home: goodput_report(run_of(home), 80)),
+    "report: texts": ("run/metrics.jsonl", read_page),
+    "report: settings": ("run/config.yaml", lambda home: run_of(home).row()),
+    "cluster.json": ("run/cluster.json", lambda home: goodput_report(run_of(home), 80)),
     "records of a resumed run": ("run/metrics.jsonl", go_on),
     "rewinds.json": ("run/rewinds.json", read_all_rewinds),
     "checkpoint JSON": ("run/checkpoints/20/meta/metadata", read_checkpoints),

@@ -57,7 +57,7 @@ def restarted_after_twenty(forty, out):
 def test_the_run_directory_holds_what_a_user_expects(forty):
     names = {p.name for p in forty.iterdir()}
     assert names == {
-        "config.yaml", "train.log", "metrics.jsonl", "startup.json", "cluster.json",
+        "config.yaml", "train.log", "metrics.jsonl", "startup.json", "starts.jsonl", "cluster.json",
         "samples.txt", "tensorboard", "checkpoints", ".lock",
     }  # fmt: skip
     assert sorted(p.name for p in (forty / "checkpoints").iterdir()) == ["10", "20", "30", "40"]

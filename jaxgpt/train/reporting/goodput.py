@@ -9,6 +9,7 @@ leaves no record.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxgpt.perf.clock import ACTIVITIES, Clock
 from jaxgpt.perf.units import count
@@ -29,17 +30,17 @@ class Goodput:
     def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
         """Start counting after `step`, and pass records to `log`."""
         self._clock, self._log = clock, log
-        self._first = self._last = step  # step at the last record, current step
+        self._first = self.last = step  # step at the last record, current step
         self._logged: dict[str, float] = {}  # the clock's readings at the last record
 
     def continue_from(self, step: int) -> None:
         """Write a record, then continue counting after `step`, which may be an earlier step."""
         self.write()
-        self._first = self._last = step
+        self._first = self.last = step
 
     def reach(self, step: int) -> None:
         """Count the steps up to `step` as trained, and write a record if one is due."""
-        self._last = step
+        self.last = step
         elapsed = self._clock.elapsed()
         if elapsed - sum(self._logged.values()) > max(WRITE_SECONDS, elapsed / 1000):
             self.write()
@@ -50,7 +51,7 @@ class Goodput:
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
         self._log(
             GoodputRecord(
-                step=self._last,
+                step=self.last,
                 after=self._first,
                 start=self._clock.began,
                 began=self._clock.began + sum(before.values()),
@@ -59,7 +60,7 @@ class Goodput:
                 is_last=is_last,
             )
         )
-        self._first, self._logged = self._last, now
+        self._first, self._logged = self.last, now
 
 
 def read_goodput(directory: Path) -> list[GoodputRecord]:
@@ -67,7 +68,11 @@ def read_goodput(directory: Path) -> list[GoodputRecord]:
 
     Raises `OSError` if its metrics.jsonl cannot be read.
     """
-    found = read_records(directory / METRICS, GoodputRecord.kind)
+    return goodput_records(read_records(directory / METRICS, GoodputRecord.kind))
+
+
+def goodput_records(found: Sequence[dict[str, Any]]) -> list[GoodputRecord]:
+    """Convert dicts from metrics.jsonl to goodput records."""
     return [GoodputRecord(**{key: record[key] for key in GOODPUT_SHAPE}) for record in found]
 
 

@@ -39,6 +39,7 @@ from jaxgpt.tracking.records import (
     StartupRecord,
     TrainRecord,
 )
+from jaxgpt.tracking.starts import log_start
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.reporting.ending import ending_lines
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
@@ -112,6 +113,8 @@ class Reporter:
             return
         facts = {**facts, "mesh": dict(mesh.shape)}
         atomic_write_text(self._run.directory / "cluster.json", json.dumps(facts, indent=1) + "\n")
+        known = ("devices", "device_kind", "job", "mesh")
+        log_start(self._run.directory, "devices", {key: facts[key] for key in known})
         # A new run may fail while compiling, before `start` writes the file.
         if not (self._run.directory / "config.yaml").exists():
             self._keep_config()
@@ -369,6 +372,9 @@ class Reporter:
             last_line = f"{last_line}: {_losses_text(self._evaluated.to_dict())}"
         self.info(last_line)
         self._goodput.write(is_last=not has_failed)
+        if self._cluster.is_main:
+            facts = {"step": self._goodput.last, "max_iters": self._config.train.max_iters}
+            log_start(self._run.directory, "end", {**facts, "failed": has_failed})
         if self._trackers is not None:
             # The state is saved, so the run must not fail if the file system is unreachable now.
             with contextlib.suppress(OSError):
@@ -387,6 +393,7 @@ class Reporter:
             self._trackers.log(StartupRecord(step=step, values=startup_values(found)))
             path = self._run.directory / "startup.json"
             atomic_write_text(path, json.dumps(found, indent=1) + "\n")
+            log_start(self._run.directory, "first_step", found)
             compilation = found["phases"]["compile"]["max"]
             self.info(
                 f"first step done after {found['total']['max']:.1f} s, including "

@@ -1,0 +1,1 @@
+"""Pages, tables and plots about runs: `python -m jaxgpt.report`."""

@@ -1,0 +1,150 @@
+"""Show runs: `python -m jaxgpt.report RUN...` writes one page about runs, or folders of runs."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.shutdown import job_exit_handler
+from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
+from jaxgpt.report.draw import draw_png, draw_startup, write_csv, writing
+from jaxgpt.report.panels import PANELS, series_of
+from jaxgpt.spikes.report import spikes_table
+from jaxgpt.tracking.console import table_text
+from jaxgpt.tracking.jsonl import METRICS
+from jaxgpt.tracking.run_files import RunFiles, read_runs
+from jaxgpt.tracking.starts import start_rows
+from jaxgpt.tracking.text_plot import plot_text
+from jaxgpt.train.reporting.goodput import goodput_records, goodput_table
+from jaxgpt.train.reporting.stragglers import straggler_line
+
+LOG_WIDTH = 200  # table width if the output is not a terminal, so that long rows are not wrapped
+KINDS = {  # what each kind of report shows, and the files that it can write
+    "page": ("curves, events, samples and settings; the default", ("-o", "--png", "--csv")),
+    "serve": ("the page, for this host only, kept up to date while the runs continue", ()),
+    "runs": ("a row for each run: state, step, losses, speed, mesh and age", ("--csv", "--json")),
+    "startup": ("a row for each start of each run", ("--csv", "--json", "--png")),
+    "goodput": ("how a run spent its time, over all its starts", ()),
+    "spikes": ("spikes, skips and rewinds", ("--png",)),
+}
+
+
+def parser() -> CommandParser:
+    out = CommandParser(prog="python -m jaxgpt.report", description=__doc__)
+    kinds = out.add_subparsers(dest="kind", required=True)
+    for kind, (text, files) in KINDS.items():
+        one = kinds.add_parser(kind, help=text, description=text)
+        how = {"nargs": "*", "default": [Path("runs")]} if kind == "runs" else {"nargs": "+"}
+        one.add_argument("runs", type=file_path, metavar="RUN", help="a run or a folder", **how)
+        for option in files:
+            one.add_argument(option, type=file_path, metavar="FILE", help="write this file")
+        if kind == "page":
+            one.add_argument("--text", action="store_true", help="plot in the terminal")
+        if kind in ("startup", "runs"):
+            one.add_argument("--sort", metavar="COLUMN", help="sort the rows, as in --sort step")
+        if kind == "serve":
+            one.add_argument("--port", type=whole_number(1, 16), default=5006, help="TCP port")
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    with job_exit_handler():
+        if rank_from_env() != 0:  # under a launcher, only process 0 prints
+            return
+        argv = sys.argv[1:] if argv is None else argv
+        is_page = bool(argv) and argv[0] not in (*KINDS, "-h", "--help")
+        given = parser().parse_args(["page", *argv] if is_page else argv)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
+        if given.kind == "serve":
+            from jaxgpt.report.serve import serve
+
+            return serve(given.runs, given.port)
+        runs = read_runs(given.runs)
+        if given.kind == "page":
+            page_report(runs, given, min(width, 100))
+        elif given.kind in ("runs", "startup"):
+            rows_report(runs, given, width)
+        for run in runs if given.kind in ("goodput", "spikes") else ():
+            is_spikes = given.kind == "spikes"
+            print(spikes_report(run, given.png) if is_spikes else goodput_report(run, width))
+
+
+def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
+    if given.text:
+        rows = [run.row() for run in runs]
+        print(rows_text(rows, width), *(plots_text(run, width) for run in runs), sep="\n")
+    if given.png:
+        draw_png(runs, given.png)
+    if given.csv:
+        write_csv(given.csv, [row for run in runs for row in run.numbers()])
+    if given.o or not (given.text or given.png or given.csv):
+        from jaxgpt.report.page import page
+
+        given.o = given.o or Path("report.html")
+        text = page(runs, ", ".join(run.name for run in runs))
+        with writing("-o", given.o):
+            given.o.write_text(text)
+    for path in filter(None, (given.o, given.png, given.csv)):
+        print(f"wrote {path}")
+
+
+def plots_text(run: RunFiles, width: int) -> str:
+    """Return plots of a run's numbers as text, at most `width` columns wide."""
+    lines = []
+    for panel in PANELS:
+        for style, label, columns in series_of(run, panel)[:-1]:
+            if style not in ("smooth", "dropped") and len(columns["y"]):
+                lines += ["", f"{run.name}: {panel.title}, {label}, {panel.unit}".rstrip(", ")]
+                lines += plot_text(columns["steps"], columns["y"], width)
+    return "\n".join(lines)
+
+
+def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
+    """Print a table of runs or of their starts, and write the files that are asked for."""
+    rows: list[dict[str, Any]] = [run.row() for run in runs]
+    if given.kind == "startup":
+        starts = [start_rows(run.name, run.directory, run.state()) for run in runs]
+        rows = [row for of_run in starts for row in of_run]
+        if given.png:
+            draw_startup(rows, given.png)
+    if given.sort and rows:
+        if given.sort not in rows[0]:
+            raise UsageError(f"--sort={given.sort}: no such column; use {', '.join(rows[0])}")
+        rows.sort(key=lambda row: (row[given.sort] is None, row[given.sort]))
+    if given.csv:
+        write_csv(given.csv, rows)
+    if given.json:
+        with writing("--json", given.json):
+            given.json.write_text(json.dumps(rows, indent=1, default=str) + "\n")
+    print(rows_text(rows, width))
+
+
+def rows_text(rows: list[dict[str, Any]], width: int) -> str:
+    cells = [["-" if value is None else str(value) for value in row.values()] for row in rows]
+    return table_text(list(rows[0]) if rows else [], cells, width)
+
+
+def goodput_report(run: RunFiles, width: int) -> str:
+    """Return a run's goodput and stragglers; raise `UsageError` if it has no goodput records."""
+    if not (goodput := goodput_records(run.records["goodput"])):
+        text = f"RUN={run.directory}: its metrics.jsonl has no goodput records"
+        raise UsageError(f"{text}; give a run that has trained a step")
+    lines = map(straggler_line, run.records["straggler"])
+    return "\n".join([goodput_table(goodput, width), *lines])
+
+
+def spikes_report(run: RunFiles, png: Path | None) -> str:
+    """Return a table of a run's spikes; if `png` is given, plot the loss curve to that file."""
+    lines, path = [spikes_table(sum(run.records.values(), []))], run.directory / METRICS
+    if run.n_damaged:
+        lines.append(f"warning: {run.n_damaged} lines of {path} are damaged and were ignored")
+    if png is not None:
+        draw_png([run], png, PANELS[:1])
+        lines.append(f"loss curve: {png}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

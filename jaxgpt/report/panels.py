@@ -1,0 +1,110 @@
+"""The panels of a report as data: which numbers they show, and at which points."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgpt.perf.units import GIB
+from jaxgpt.tracking.run_files import RunFiles
+from jaxgpt.train.reporting.events import events
+
+MAX_POINTS = 3000  # per curve
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#5d3fd3")
+MARKS = {  # kind -> color, marker in Bokeh and in matplotlib, meaning
+    "spike": ("#d62728", "triangle", "^", "spike"),
+    "rewind": ("#9467bd", "inverted_triangle", "v", "rewind"),
+    "skip": ("#7f7f7f", "dash", "_", "skipped steps"),
+    "restart": ("#1f77b4", "diamond", "D", "restart"),
+    "straggler": ("#bc8f00", "square", "s", "straggler"),
+    "corruption": ("#e377c2", "x", "x", "corrupted device"),
+    "damage": ("#8c564b", "cross", "+", "damaged checkpoint"),
+}
+STYLES = {"train": "line", "eval": "points", "rewind": "dropped"}  # by kind of record
+
+
+class Panel(NamedTuple):  # a plot of numbers over the steps
+    title: str
+    unit: str
+    curves: tuple[tuple[str, str, str], ...]  # kind of record, name in the record, label
+    scale: float = 1.0
+    is_noisy: bool = False  # draw a smoothed line above the raw one
+    has_log: bool = False  # whether a logarithmic axis makes sense
+
+
+PANELS = (
+    Panel("Loss", "nats per token", (
+        ("train", "loss", "training"), ("eval", "val_loss", "evaluation, validation split"),
+        ("eval", "train_loss", "evaluation, training split"),
+        ("rewind", "loss", "dropped by rewinds")), is_noisy=True, has_log=True),
+    Panel("Gradient norm", "", (("train", "grad_norm", "gradient norm"),), 1, True, True),
+    Panel("Learning rate", "", (("train", "lr", "learning rate"),)),
+    Panel("Throughput", "thousand tokens/s", (
+        ("train", "tokens_per_sec", "all devices"),), 1e-3, True),
+    Panel("MFU", "% of peak FLOP/s", (("train", "mfu", "MFU"),), 100, True),
+    Panel("Memory", "GiB, fullest device", (
+        ("train", "memory_bytes", "in use"), ("train", "memory_peak_bytes", "peak")), 1 / GIB),
+)  # fmt: skip
+
+
+class Series(NamedTuple):  # something to draw in a panel
+    style: str  # raw, smooth, line, points, dropped or marks
+    label: str
+    columns: dict[str, Any]  # int32 `steps`, float32 `tokens` and `y`; for marks, also their look
+
+
+def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
+    """Return what a panel shows of a run: its curves, and last the marks on the first curve.
+
+    The list is equally long for all runs. Each curve has at most `limit` points.
+    """
+    out = []
+    for kind, key, label in panel.curves:
+        steps, values = run.curve(kind, key)
+        values = panel.scale * values if np.isfinite(values).any() else values[:0]
+        is_noisy = panel.is_noisy and kind == "train"
+        lines = [("raw" if is_noisy else STYLES[kind], values, limit)]
+        lines += [("smooth", smoothed(values), limit // 4)] if is_noisy else []
+        for style, line, most in lines:
+            kept = extremes(line, most)
+            out.append(Series(style, label, _columns(run, steps[kept], line[kept])))
+    marks, curve, key = events(run.records), out[panel.is_noisy].columns, panel.curves[0][1]
+    steps, finite = np.array([mark.step for mark in marks], float), np.isfinite(curve["y"])
+    points = (curve["steps"][finite], curve["y"][finite]) if finite.any() else ([0], [np.nan])
+    own = [mark.record.get(key) for mark in marks]  # the spike's own value
+    heights = np.where([y is None for y in own], np.interp(steps, *points), np.array(own, float))
+    ends = np.array([mark.last for mark in marks], float)
+    looks = {"kind": [mark.kind for mark in marks], "text": [mark.text[:300] for mark in marks]}
+    looks |= {"color": [MARKS[mark.kind][0] for mark in marks]}
+    looks |= {"marker": [MARKS[mark.kind][1] for mark in marks]}
+    looks |= {"steps_end": ends, "tokens_end": run.tokens_at(ends)}
+    return [*out, Series("marks", "", _columns(run, steps, heights) | looks)]
+
+
+def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    tokens = run.tokens_at(steps).astype("float32")
+    return {"steps": steps.astype("int32"), "tokens": tokens, "y": values.astype("float32")}
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Return the centred moving mean of the finite values, over 2 % of the curve: (N,)."""
+    if not len(values):
+        return values
+    window, finite = np.ones(2 * (len(values) // 100) + 1), np.isfinite(values)
+    total = np.convolve(np.where(finite, values, 0.0), window, "same")
+    n_finite = np.convolve(finite.astype(float), window, "same")
+    return np.where(finite, total / np.maximum(n_finite, 1), np.nan)
+
+
+def extremes(values: np.ndarray, limit: int) -> np.ndarray:
+    """Return the indices of at most `limit` values: the first, the last, and extremes.
+
+    The smallest and the largest value of each of (limit - 2) / 2 parts of equal length are kept.
+    """
+    if (n := len(values)) <= limit:
+        return np.arange(n)
+    edges = np.linspace(0, n, (limit - 2) // 2 + 1).astype(int)
+    low, high = np.nan_to_num(values, nan=np.inf), np.nan_to_num(values, nan=-np.inf)
+    kept = {0, n - 1}
+    for first, end in zip(edges, edges[1:], strict=False):
+        kept |= {first + int(low[first:end].argmin()), first + int(high[first:end].argmax())}
+    return np.array(sorted(kept))

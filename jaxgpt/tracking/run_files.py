@@ -1,0 +1,186 @@
+"""Run directories as they are on disk: their records, curves, settings, age and state."""
+
+import contextlib
+import datetime
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from jaxgpt.cluster.hardware import is_locked
+from jaxgpt.config import UsageError
+from jaxgpt.tracking.jsonl import METRICS, parse_records
+from jaxgpt.tracking.starts import STARTS
+
+RECENT = 120.0  # seconds; a run on another host counts as running if its files are newer than this
+
+
+class RunFiles:
+    """A run directory, and the records in its metrics.jsonl by kind."""
+
+    records: dict[str, list[dict[str, Any]]]
+    n_damaged: int  # damaged lines of metrics.jsonl
+
+    def __init__(self, directory: Path, name: str):
+        """Read the run, which is shown as `name`.
+
+        Raises `UsageError` if its metrics.jsonl cannot be read. It may be missing, because a run
+        may die before its first record.
+        """
+        self.directory, self.name = directory, name
+        self._inode, self._position = -1, 0  # of the part of metrics.jsonl that has been read
+        self.records, self.n_damaged = defaultdict(list), 0
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read what metrics.jsonl has gained since the last call; return whether it has changed.
+
+        A restart replaces the file, which is then read from the start.
+        """
+        path, new, found = self.directory / METRICS, b"", []
+        try:
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                now = os.fstat(file.fileno())
+                if now.st_ino != self._inode or now.st_size < self._position:
+                    self._inode, self._position = now.st_ino, 0
+                    self.records, self.n_damaged = defaultdict(list), 0
+                file.seek(self._position)
+                new = file.read().rpartition(b"\n")[0]  # the last line may not be complete yet
+        except OSError as error:
+            raise UsageError(
+                f"RUN={self.directory}: {path} cannot be read ({error.strerror}); give a run "
+                "directory whose files you may read"
+            ) from None
+        if new:
+            lines = new.decode(errors="replace").split("\n")
+            found = parse_records(lines)
+            self._position += len(new) + 1
+            self.n_damaged += len(lines) - len(found)
+        for record in found:
+            self.records[record["kind"]].append(record)
+        known = [(r["step"], number(r, "consumed_tokens")) for r in self.records["train"]]
+        self._tokens = np.array([(0.0, 0.0), *(pair for pair in known if pair[1] > 0)]).T
+        return bool(new)
+
+    def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps and values of a number in the records of a kind: float64 (N,) each.
+
+        Missing and non-finite values are NaN. For `rewind`, these are the losses of the dropped
+        steps, with a NaN after each rewind.
+        """
+        points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
+        if kind == "rewind":
+            points = []
+            for r in self.records[kind]:
+                losses = dict([*r.get("dropped_losses", []), (r["spike"], r["loss"])])
+                points += [*sorted(losses.items()), (r["spike"], None)]
+        steps, values = np.array(points or np.empty((0, 2)), float).T
+        return steps, values
+
+    def tokens_at(self, steps: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return the number of tokens consumed after each step, interpolated between records."""
+        return np.interp(steps, *self._tokens)
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """Return the training and evaluation records with the run's name, without nested values."""
+        records = [{"run": self.name, **r} for k in ("train", "eval") for r in self.records[k]]
+        return [{k: v for k, v in r.items() if not isinstance(v, list | dict)} for r in records]
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings in config.yaml as text, by `section.key`; empty if it is damaged."""
+        out: dict[str, str] = {}
+        try:
+            found = yaml.safe_load(read_text(self.directory / "config.yaml"))
+            for name, section in found.items() if isinstance(found, dict) else ():
+                keys = section.items() if isinstance(section, dict) else [("", section)]
+                out |= {f"{name}.{key}".rstrip("."): str(value) for key, value in keys}
+        except (yaml.YAMLError, RecursionError, ValueError):
+            return {}
+        return out
+
+    def age(self) -> float:
+        """Return the seconds since the run last wrote to one of its logs."""
+        paths = [self.directory / name for name in (METRICS, STARTS, "train.log")]
+        return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
+
+    def state(self) -> str:
+        """Return whether the run is `running`, `done`, `stopped` (with a checkpoint) or `dead`."""
+        lock, goodput = self.directory / ".lock", self.records["goodput"]
+        if is_locked(lock):
+            return "running"
+        if goodput and goodput[-1]["is_last"]:
+            limit = self.settings().get("train.max_iters", "0")
+            return "stopped" if limit.isdecimal() and goodput[-1]["step"] < int(limit) else "done"
+        is_here = f"on host {platform.node()}" in read_text(lock)  # locks may not reach other hosts
+        return "running" if not is_here and self.age() < RECENT else "dead"
+
+    def row(self) -> dict[str, Any]:
+        """Return the run's row in a table of runs, by heading; what is not known is None."""
+        train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
+        losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
+        steps = [records[-1]["step"] for records in (self.records["train"], evals) if records]
+        last, starts = {**(train or [{}])[-1], **(evals or [{}])[-1]}, self.records["start"]
+        limit = self.settings().get("train.max_iters", "")
+
+        def rounded(key: str, digits: int | None) -> float | None:
+            return None if np.isnan(value := number(last, key)) else round(value, digits)
+
+        return {
+            "run": self.name,
+            "state": self.state(),
+            "step": max(steps, default=0),
+            "max_iters": int(limit) if limit.isdecimal() else None,
+            "loss": rounded("loss", 4),
+            "val loss": rounded("val_loss", 4),
+            "best val loss": round(min(losses), 4) if losses else None,
+            "tokens/s": rounded("tokens_per_sec", None),
+            "mesh": starts[-1]["mesh"] if starts else None,
+            "age": datetime.timedelta(seconds=round(self.age())),
+        }
+
+
+def number(record: dict[str, Any], key: str) -> float:
+    """Return a number in a record, or NaN if it is missing, not a number or absurdly large."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a file, or "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
+    """Return the runs at the paths: run directories, or folders with runs at any depth.
+
+    Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be read.
+    """
+    found: dict[Path, str] = {}
+    for path in paths:
+        inside = [path] if _is_run(path) else []
+        for folder, names, _ in () if inside else os.walk(path):
+            inside += (runs := [run for name in names if _is_run(run := Path(folder, name))])
+            names[:] = {*names} - {run.name for run in runs}  # do not look into runs
+        if not inside:
+            raise UsageError(
+                f"RUN={path}: is not a run directory, and contains none; give the --out of a run"
+            )
+        for run in sorted(inside):
+            found[run] = run.absolute().name if run == path else str(run.relative_to(path))
+    names = list(found.values())
+    return [
+        RunFiles(run, name if names.count(name) == 1 else str(run)) for run, name in found.items()
+    ]
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (METRICS, STARTS))

@@ -1,0 +1,98 @@
+"""starts.jsonl: every start of a run, including those that died before their first step.
+
+The run directory is locked, so the lines of two starts never alternate. Each start appends a line
+of kind `start`, then up to one line of each other kind: `devices`, `first_step` and `end`.
+"""
+
+import contextlib
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxgpt.config import check_shape
+from jaxgpt.tracking.jsonl import json_line
+
+STARTS = "starts.jsonl"
+SPREAD = {"max": float, "slowest_rank": int}
+SHAPES: dict[str, Any] = {
+    "start": {"processes": int, "hosts": [str], "machine": str | None},
+    "devices": {"devices": int, "device_kind": str, "job": str | None, "mesh": {str: int}},
+    "first_step": {  # and the other fields of startup.json
+        "model": str, "process_start": float, "first_step_done": float, "compile_cache": str,
+        "job_start_to_first_step": float | None, "total": SPREAD, "phases": {str: SPREAD},
+        "slowest_phase": str,
+    },
+    "end": {"step": int, "max_iters": int, "failed": bool},
+}  # fmt: skip
+
+
+def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
+    """Append a line to the starts.jsonl of a run; `kind` is one of `SHAPES`."""
+    line = json_line({"kind": kind, "time": time.time(), **facts})
+    with contextlib.suppress(OSError):  # a full disk, which must not end the run
+        with (directory / STARTS).open("a") as file:
+            file.write(line)
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """Return the starts of a run, oldest first, each with the fields of its lines.
+
+    `time` is the Unix time at which the run directory was locked. A start also has a `first_step`
+    and an `end`, which are None if it never got there. Damaged lines are
+    ignored, and a missing file has no starts. Raises `OSError`
+    if starts.jsonl cannot be read.
+    """
+    starts: list[dict[str, Any]] = []
+    path = directory / STARTS
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+            check_shape(record, {"kind": str, "time": float})
+            check_shape(record, SHAPES[record["kind"]])
+            datetime.datetime.fromtimestamp(record["time"])  # fails if the time is absurd
+        except (ValueError, KeyError, RecursionError, OverflowError, OSError):
+            continue
+        kind = record.pop("kind")
+        if kind == "start":
+            starts.append({**record, "first_step": None, "end": None})
+        elif starts and kind == "devices":
+            starts[-1] = {**record, **starts[-1]}
+        elif starts:
+            starts[-1][kind] = record
+    return starts
+
+
+def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
+    """Return a row for each start of a run, for a table; what is not known is None.
+
+    `name` and `state` are those of the run. `seconds` is the time to the end of the first step,
+    from `from`: the start of the job, or if that is not known, the start of the process.
+    """
+    rows, starts = [], read_starts(directory)
+    for number, start in enumerate(starts, 1):
+        done, end = start["first_step"] or {}, start["end"]
+        result = "dead" if end is None or end["failed"] else "stopped"
+        if end and not end["failed"] and end["step"] >= end["max_iters"]:
+            result = "done"
+        elif number == len(starts) and state == "running":
+            result = state
+        seconds, since = done.get("job_start_to_first_step"), "job"
+        if done and seconds is None:
+            seconds, since = done["total"]["max"], "process"
+        slowest, phases = done.get("slowest_phase"), done.get("phases", {})
+        if slowest in phases:
+            slowest = "{} {max:.1f} s @{slowest_rank}".format(slowest, **phases[slowest])
+        began = datetime.datetime.fromtimestamp(start["time"]).isoformat(" ", "seconds")
+        rows.append({
+            "run": name, "start": number, "time": began, "result": result,
+            "seconds": None if seconds is None else round(seconds, 1),
+            "from": since if done else None, "processes": start["processes"],
+            "hosts": len(start["hosts"]), "first host": next(iter(start["hosts"]), None),
+            "machine": start["machine"], "devices": start.get("devices"),
+            "device": start.get("device_kind"), "job": start.get("job"),
+            "slowest phase": slowest, "cache": done.get("compile_cache"),
+            "model": done.get("model"),
+        })  # fmt: skip
+    return rows
