@@ -30,9 +30,13 @@ def test_the_last_lines_show_the_losses_and_where_to_look(tmp_path):
         "tokens/s  1,000 ▁▅█ 3,000  steps 1 to 3",
         f"log       {tmp_path}/train.log",
         "curves    tensorboard --logdir here",
+        f"report    python -m jaxgpt.report {tmp_path}",
     ]
 
 
 def test_a_run_without_steps_has_no_sparklines(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    assert ending_lines(tmp_path, []) == [f"log       {tmp_path}/train.log"]
+    assert ending_lines(tmp_path, []) == [
+        f"log       {tmp_path}/train.log",
+        f"report    python -m jaxgpt.report {tmp_path}",
+    ]

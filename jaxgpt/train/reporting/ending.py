@@ -1,5 +1,6 @@
 """The last lines of a run's log: its loss and throughput as sparklines, and where to look next."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
     """
     rows = [("log", str(directory / "train.log"))]
     rows += [("curves", view) for view in views]
+    rows.append(("report", f"python -m jaxgpt.report {shlex.quote(str(directory))}"))
     records = [r for r in read_records(directory / METRICS, "train") if not r["skipped"]]
     for name, key, text in (
         ("tokens/s", "tokens_per_sec", "{:,.0f}".format),
