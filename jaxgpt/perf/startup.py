@@ -1,7 +1,7 @@
 """Start-up times of each process, from the start of the job to the end of the first step."""
 
-import contextlib
 import os
+import re
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -22,8 +22,9 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
     # Without a valid time in the environment, the start of the job is unknown.
-    with contextlib.suppress(KeyError, ValueError):
-        waited = clock.began - float(os.environ[JOB_START])
+    started = os.environ.get(JOB_START, "")
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", started):
+        waited = clock.began - float(started)
         if -10 < waited < 30 * 86_400:  # negative if the clocks of two hosts differ
             phases = {"job start": max(0.0, waited), **phases}
     return {

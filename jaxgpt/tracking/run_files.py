@@ -1,6 +1,5 @@
 """Run directories as they are on disk: their records, curves, settings, age and state."""
 
-import contextlib
 import datetime
 import os
 import platform
@@ -45,13 +44,14 @@ class RunFiles:
         """
         path, new, found = self.directory / METRICS, b"", []
         try:
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                now = os.fstat(file.fileno())
-                if now.st_ino != self._inode or now.st_size < self._position:
-                    self._inode, self._position = now.st_ino, 0
-                    self.records, self.n_damaged = defaultdict(list), 0
-                file.seek(self._position)
-                new = file.read().rpartition(b"\n")[0]  # the last line may not be complete yet
+            if path.exists():
+                with path.open("rb") as file:
+                    now = os.fstat(file.fileno())
+                    if now.st_ino != self._inode or now.st_size < self._position:
+                        self._inode, self._position = now.st_ino, 0
+                        self.records, self.n_damaged = defaultdict(list), 0
+                    file.seek(self._position)
+                    new = file.read().rpartition(b"\n")[0]  # the last line may be incomplete
         except OSError as error:
             raise UsageError(
                 f"RUN={self.directory}: {path} cannot be read ({error.strerror}); give a run "
