@@ -119,6 +119,9 @@ def input_folder(
     if arguments.input is None:
         yield settings
         return
+    for word in settings:
+        if word.lstrip("-").startswith(SOURCES):
+            raise UsageError(f"--input: cannot be combined with {word}; leave one of them out")
 
     def tokenize(folder: Path) -> None:
         trained = find_trained(run, arguments.step, settings=settings)
@@ -134,9 +137,6 @@ def input_folder(
         source = ", ".join(path.name for path in arguments.input)
         write_nanogpt(corpus, folder, tokenizer, source)
 
-    given = [word for word in settings if word.lstrip("-").startswith(SOURCES)]
-    if given:
-        raise UsageError(f"--input: cannot be combined with {given[0]}; leave one of them out")
     with host_folder("input", tokenize, cluster) as folder:
         yield [*settings, f"data.path={folder}"]
 
