@@ -139,6 +139,7 @@ def input_folder(
 
     with host_folder("input", tokenize, cluster) as folder:
         yield [*settings, f"data.path={folder}"]
+        cluster.barrier()  # other processes of this host may still read the files
 
 
 def evaluate(
