@@ -42,7 +42,7 @@ from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.resume import batch_sizes, saved_settings, source_hashes
+from jaxgpt.train.resume import batch_sizes, initial_model, saved_settings, source_hashes
 
 
 def parser() -> CommandParser:
@@ -68,8 +68,10 @@ def main(argv: list[str] | None = None) -> None:
         run = arguments.run
         if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
+        # A run's config.yaml has the sizes of its model, and its initial weights may be gone.
+        model_of = None if run else initial_model
         config = parse_args(
-            [*base, *arguments.settings], parser().prog, saved_settings=saved_settings
+            [*base, *arguments.settings], parser().prog, model_of, saved_settings=saved_settings
         )
         with join_process_group() as cluster:
             dataset, found, tokens, weights, notes = cluster.run_on_all(

@@ -155,11 +155,15 @@ def test_a_trainer_starts_from_the_weights_of_another_run(run):
         assert (found == jaxgpt.load_model(run, mesh="1,1,1").logits([1, 2, 3])).all()
 
 
-def test_batches_are_those_that_inspect_shows(capsys):
-    config = jaxgpt.load_config("tiny", "train.batch_size=3")
+@pytest.mark.parametrize("starts_from_weights", [False, True])
+def test_batches_are_those_that_inspect_shows(starts_from_weights, run, capsys):
+    settings = ["train.batch_size=3"]
+    if starts_from_weights:  # their model.block_size determines the length of the rows
+        settings += [f"train.init_from={run}", f"data.path={run.parent}/data"]
+    config = jaxgpt.load_config("tiny", *settings)
+    assert config.model.block_size == (BLOCK if starts_from_weights else 128)
     for batch in jaxgpt.batches(config, [4, 1]):
-        words = ("--config", "tiny", "--step", str(batch.step), "--json", "train.batch_size=3")
-        inspect.main(list(words))
+        inspect.main(["--config", "tiny", "--step", str(batch.step), "--json", *settings])
         shown = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
         assert batch.tokens.tolist() == shown
         assert batch.weights.shape == batch.tokens.shape and batch.weights.all()
