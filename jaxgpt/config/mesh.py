@@ -104,6 +104,14 @@ class MeshShape(dict[str, int]):
         shards = self.split_of("shards_parameters")
         return shards == 1 and self.n_devices == self.split_of("splits_batch")
 
+    def describe(self) -> str:
+        """Return all sizes by name: `data=2 fsdp=1 tensor=4`.
+
+        Axes that are not in `SHORT_FORM` are omitted if their size is 1.
+        """
+        shown = {axis: n for axis, n in self.items() if n != 1 or axis in SHORT_FORM}
+        return " ".join(f"{axis}={n}" for axis, n in shown.items())
+
     def __str__(self) -> str:
         """Return the shape in the format that `--mesh` accepts."""
         named = {axis: n for axis, n in self.items() if n != 1}

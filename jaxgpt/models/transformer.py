@@ -180,12 +180,19 @@ class GPT(nnx.Module):
         return self.dropout(x_BTD, None if keys is None else keys[0])
 
     def run_blocks(
-        self, x_BTD: jax.Array, batch: Batch, key: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        batch: Batch,
+        key: jax.Array | None = None,
+        layers: tuple[Any, Any] = (0, None),
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run the blocks that this device holds.
 
         Args:
             key: dropout key; None disables dropout.
+            layers: the number of the first layer that this device holds, and the number after its
+                last layer. Further blocks are padding and have no effect. None: there is no
+                padding.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks.
@@ -193,12 +200,19 @@ class GPT(nnx.Module):
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
 
-        def run(block: Block, place: int, x_BTD: jax.Array, keys_B: Any) -> tuple[jax.Array, Any]:
-            return block(x_BTD, keys_B, inputs[place])
+        def run(block: Block, place: int, x_BTD: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+            keys_B, is_layer = own
+            out_BTD, aux = block(x_BTD, keys_B, inputs[place])
+            if is_layer is None:
+                return out_BTD, aux
+            aux = jax.tree.map(lambda aux_B: jnp.where(is_layer, aux_B, 0), aux)
+            return jnp.where(is_layer, out_BTD, x_BTD), aux
 
-        numbers_L = self.parallel.layer_offset(self.n_layers) + jnp.arange(self.n_layers)
+        first, end = layers
+        numbers_L = first + jnp.arange(self.n_layers)
         layer_keys = self.dropout_keys(batch, key, numbers_L)
-        x_BTD, aux = self.scan_blocks(run, x_BTD, layer_keys)
+        is_layer_L = None if end is None else numbers_L < end
+        x_BTD, aux = self.scan_blocks(run, x_BTD, (layer_keys, is_layer_L))
         return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:

@@ -14,8 +14,8 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
     """Return a mesh of all devices of the job; their number must equal `shape.n_devices`.
 
     Devices are ordered by host, then by process, so that `tensor`, the last axis, stays within a
-    host if possible, and `data`, the first axis, crosses hosts. On one host with CPUs or GPUs,
-    `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
+    host if possible, and the first axes, `stage` and `data`, cross hosts. On one host with CPUs or
+    GPUs, `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
     `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
 
     Args:
@@ -91,4 +91,4 @@ def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tupl
 
 def describe(mesh: Mesh) -> str:
     """Return the mesh as text for a log line: `data=2 fsdp=1 tensor=4`."""
-    return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return MeshShape(**mesh.shape).describe()

@@ -19,7 +19,11 @@ class Pieces(Protocol):
     def embed(self, batch: Any, key: jax.Array | None) -> jax.Array: ...
 
     def run_blocks(
-        self, x_BTD: jax.Array, batch: Any, key: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        batch: Any,
+        key: jax.Array | None,
+        layers: tuple[Any, Any] = ...,
     ) -> tuple[jax.Array, dict[str, jax.Array]]: ...
 
     def head_loss(self, x_BTD: jax.Array, batch: Any) -> Any: ...

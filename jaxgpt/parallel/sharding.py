@@ -95,14 +95,24 @@ def partition_spec(
 
     A dim not divisible by its mesh axes is replicated.
 
+    If the stages do not divide the number of layers, one of the `HEAD_DIMS` of each layer is split
+    over them instead, if possible.
+
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
     """
-    spec = []
+
+    def divided(size: int, over: tuple[str, ...]) -> tuple[str, ...]:
+        return over if size % math.prod(mesh_shape[a] for a in over) == 0 else ()
+
+    spec, left = [], ()
     for axis, size in zip(axes, shape, strict=True):
         over = tuple(a for a in rules.get(axis, ()) if mesh_shape[a] > 1)
-        divides = size % math.prod(mesh_shape[a] for a in over) == 0
-        spec.append((over[0] if len(over) == 1 else over) if over and divides else None)
+        if axis in HEAD_DIMS and left and (both := divided(size, over + left)):
+            over, left = both, ()
+        elif not divided(size, over):
+            over, left = (), over if axis == "layers" else left
+        spec.append(over[0] if len(over) == 1 else over or None)
     return PartitionSpec(*spec)
 
 
@@ -124,7 +134,8 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a warning for each dim that is replicated because its mesh axes do not divide it.
 
-    Equal warnings about several weights are merged. Takes the same arguments as `weight_shardings`,
+    Equal warnings about several weights are merged. The number of layers is not checked, because
+    stages may hold different numbers of layers. Takes the same arguments as `weight_shardings`,
     except `memory_kind`.
     """
     found = set()
@@ -132,7 +143,7 @@ def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str
         spec = partition_spec(w.axes, w.shape, rules, mesh.shape)
         for axis, size, over in zip(w.axes, w.shape, spec, strict=True):
             parts = math.prod(mesh.shape[a] for a in rules.get(axis, ()))
-            if parts > 1 and over is None:
+            if parts > 1 and over is None and axis != "layers":
                 found.add(f"{axis}={size} is replicated, because {parts} does not divide it")
     return tuple(sorted(found))
 

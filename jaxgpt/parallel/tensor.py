@@ -28,7 +28,6 @@ class ParallelContext:
     tensor: int = 1  # number of devices that split the heads
     tensor_axes: tuple[str, ...] = ()  # mesh axes that split the heads
     sequence_axes: tuple[str, ...] = ()  # mesh axes that split the sequence of a batch
-    layer_axes: tuple[str, ...] = ()  # mesh axes that split the stack of layers
     sequence_parallel: bool = False
     regather_in_backward: bool = False
     """Gather weights and activations again in the backward pass, instead of keeping the gathered
@@ -105,10 +104,6 @@ class ParallelContext:
         """Return the first of this device's T positions outside tensor-parallel regions."""
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
-
-    def layer_offset(self, L: int) -> Any:
-        """Return the index of the first of this device's L layers."""
-        return _offset(self.layer_axes, L)
 
     def local_positions(self, positions_T: jax.Array) -> jax.Array:
         """Return the positions (..., T) that this device holds outside tensor-parallel regions."""

@@ -26,11 +26,10 @@ def plan_report(plan: Plan, fit: Plan | None) -> str:
     `fit` is the result of `find_fit`. It is used only if `plan` does not fit on a device with known
     memory, and is None otherwise.
     """
-    mesh = " ".join(f"{axis}={n}" for axis, n in plan.mesh.items())
     config = plan.config
     lines = [
         f"{config.config}, {plan.n_parameters:,} parameters, on {plan.mesh.n_devices} x "
-        f"{plan.device.name}, {mesh}, {plan.devices_per_host} per host",
+        f"{plan.device.name}, {plan.mesh.describe()}, {plan.devices_per_host} per host",
         f"zero_stage={config.parallel.zero_stage} "
         f"sequence_parallel={config.parallel.sequence_parallel} "
         f"remat={config.parallel.remat} dtype={config.train.dtype}",

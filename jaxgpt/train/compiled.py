@@ -146,6 +146,7 @@ def make_steps(
         warnings=(
             *fallback_warnings(setting, kernel, reason),
             *sharding.undivided_dims_warnings(described, rules, mesh),
+            *model.warnings,
         ),
         batch_shape=training_batch(config, batch_at, has_masks),
         state_shapes=state,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.data.batch import NO_TOKEN, Batch, TokenRows, batch_specs, make_batch
 from jaxgpt.models.attention import Attention
@@ -109,6 +109,7 @@ def _map_rows(
         mesh=model.mesh,
         in_specs=(model.param_specs, batch_specs(model.mesh)),
         out_specs=PartitionSpec(),
+        check_vma=not model.layer_axes,  # JAX cannot infer that all stages have the same results
     )(params, batch)
 
 
@@ -117,8 +118,9 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 
     If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes the
     whole text, because distributing so little work would cost more time than it saves. Larger
-    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. On a single CPU, a
-    large model has a separate array for each layer (`unstack_layers`), because that is faster.
+    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. Every pipeline stage
+    gathers all layers, once per call. On a single CPU, a large model has a separate array for each
+    layer (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)
@@ -136,6 +138,10 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
         axes = model.context.tensor_axes
         context = ParallelContext(tensor=tensor, tensor_axes=axes, on_cpu=on_cpu)
         graph = make_graph(parallel=context, scan_layers=True)
+        if model.layer_axes:
+            model = model.with_whole_layers()
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.param_specs)
+            params = jax.lax.with_sharding_constraint(params, shardings)
         return functools.partial(_sharded_decode, model, graph, params), cache
     graph = make_graph(scan_layers=not unstacked)
     params = jax.tree.map(to_device, params)

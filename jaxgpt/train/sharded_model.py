@@ -1,5 +1,6 @@
 """The network on a mesh: the sharding of parameters and gradients, and the division of work."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import Attention
@@ -35,6 +36,12 @@ class ShardedModel(NamedTuple):
     graph: nnx.GraphDef  # the network without parameters
     n_slices: int  # number of slices that each device splits its rows of a microbatch into
     schedule: Schedule = ACCUMULATE
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def layer_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the layers."""
+        return mesh_axes_with("splits_layers", self.mesh)
 
     @property
     def param_specs(self) -> Any:
@@ -58,6 +65,17 @@ class ShardedModel(NamedTuple):
         return nnx.merge(
             self.graph, jax.tree.map(ShardedParam, params, grad_accumulators, self.layouts)
         )
+
+    def with_whole_layers(self) -> "ShardedModel":
+        """Return the model with layouts in which every stage holds all layers."""
+
+        def kept(over: Any) -> tuple[str, ...] | None:
+            return tuple(a for a in jax.tree.leaves(over) if a not in self.layer_axes) or None
+
+        def whole(layout: ParamLayout) -> ParamLayout:
+            return dataclasses.replace(layout, param=PartitionSpec(*map(kept, layout.param)))
+
+        return self._replace(layouts=jax.tree.map(whole, self.layouts))
 
 
 def shard_model(
@@ -86,7 +104,6 @@ def shard_model(
         tensor=MeshShape(**mesh.shape).split_of("splits_heads"),
         tensor_axes=tensor_axes,
         sequence_axes=mesh_axes_with("splits_sequence", mesh),
-        layer_axes=mesh_axes_with("splits_layers", mesh),
         sequence_parallel=sequence_parallel,
         regather_in_backward=gathers and keeps_all,
         on_cpu=on_cpu,
@@ -128,8 +145,9 @@ def param_layout(
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)
-    if not weight.n_layers:  # used only on the first or the last pipeline stage
-        partial_axes = (*partial_axes, *mesh_axes_with("splits_layers", mesh))
+    layer_axes = mesh_axes_with("splits_layers", mesh)
+    if sharding.split_dim(param, layer_axes) is None:  # a stage uses it in part or not at all
+        partial_axes = (*partial_axes, *layer_axes)
     return ParamLayout(
         param=param,
         accum=accum,

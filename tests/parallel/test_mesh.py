@@ -28,14 +28,14 @@ def two_hosts(monkeypatch):
 def test_tensor_lies_on_neighbouring_devices():
     mesh = make_mesh(MeshShape(2, 1, 4))
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    assert ids.tolist() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert ids.squeeze().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert describe(mesh) == "data=2 fsdp=1 tensor=4"
 
 
 def test_data_crosses_hosts_and_tensor_does_not(two_hosts):
     mesh = make_mesh(MeshShape(2, 1, 4), two_hosts)
     on_hosts = np.vectorize(lambda d: two_hosts[d.process_index])(mesh.devices)
-    assert on_hosts.tolist() == [[[0, 0, 0, 0]], [[1, 1, 1, 1]]]
+    assert on_hosts.squeeze().tolist() == [[0, 0, 0, 0], [1, 1, 1, 1]]
     assert warning(mesh, two_hosts) == ()
 
 
