@@ -111,6 +111,9 @@ SETTINGS = {
     "config_path job.config_file model_name": "config={}",
     "tensor_model_parallel_size": "mesh.tensor={}",
     "tensor_parallel_degree ici_tensor_parallelism": "mesh.tensor={} mesh.rest=fsdp",
+    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism "
+    "dcn_pipeline_parallelism": "mesh.stage={}",
+    "num_pipeline_repeats": "parallel.schedule=circular parallel.stage_repeats={}",
     "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism mesh.fsdp": (
         "mesh.fsdp={}"
     ),
@@ -144,7 +147,6 @@ IGNORED = """
 
 # Flags of other programs -> the values that change nothing here.
 NEUTRAL = {
-    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism": "1",
     "context_parallel_size context_parallel_degree ds_sequence_parallel_size": "1",
     "expert_model_parallel_size expert_parallel_degree": "1",
     "rotary_percent": "1 1.0",
@@ -268,9 +270,9 @@ KEY_SUGGESTIONS = {
         "use train.batch_size=N, and change it when you resume the run"
     ),
     # parallelism
-    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism": (
-        "there are no pipeline stages; if the model does not fit, shard it over F devices with "
-        "--mesh D,F,T"
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank": (
+        "use parallel.schedule=circular with parallel.stage_repeats=V, where V is the number of "
+        "groups of layers on each stage"
     ),
     "context_parallel_size context_parallel_degree ds_sequence_parallel_size": (
         "there is no context parallelism; to save memory on long sequences, use "

@@ -7,11 +7,12 @@ import math
 
 # Outermost axis first. Groups of devices along the last axis share a host where possible.
 AXES: dict[str, frozenset[str]] = {
+    "stage": frozenset({"splits_layers"}),
     "data": frozenset({"splits_batch", "reduces_gradients"}),
     "fsdp": frozenset({"splits_batch", "reduces_gradients", "shards_parameters"}),
     "tensor": frozenset({"splits_heads"}),
 }
-# The possible roles of an axis. No axis splits the sequence or the layers yet.
+# The possible roles of an axis. No axis splits the sequence yet.
 # splits_batch       devices along the axis process different rows
 # splits_sequence    devices along the axis process different positions of the same rows
 # splits_heads       heads, MLP and vocabulary are split, as in Megatron's tensor parallelism

@@ -328,6 +328,12 @@ class ParallelConfig:
     which saves memory with ZeRO stages 2 and 3."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are sent between devices; bfloat16 halves the traffic."""
+    schedule: Literal["gpipe", "circular"] = "gpipe"
+    """Pipeline schedule with stage > 1: each stage holds one group of consecutive layers (gpipe,
+    arXiv 1811.06965), or stage_repeats groups, which shortens the bubble (circular, arXiv
+    2104.04473). train.gradient_accumulation_steps is the number of microbatches."""
+    stage_repeats: Count = 1
+    """Number of groups of layers that each stage holds with the circular schedule, v."""
     offload: Literal["none", "moments", "state"] = "none"
     """What to keep in host memory (pinned_host): nothing (none), the optimizer state (moments), or
     also parameters and gradients (state). Devices fetch one layer at a time."""

@@ -243,12 +243,54 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
             f"{key}: tensor={tensor} does not divide the width of the MLP, {model.mlp_width} "
             "(model.mlp_hidden, by default computed from model.n_embd); change one of them"
         )
+    _check_pipeline(config, shape.split_of("splits_layers"))
     if config.parallel.sequence_parallel and model.block_size % tensor:
         raise UsageError(
             f"parallel.sequence_parallel=True: tensor={tensor} ({key}) must divide "
             f"model.block_size={model.block_size}"
         )
     return shape
+
+
+def _check_pipeline(config: Config, n_stages: int) -> None:
+    """Raise `UsageError` if the layers or the microbatches do not fit the pipeline stages."""
+    parallel, layers, repeats = config.parallel, config.model.n_layer, config.parallel.stage_repeats
+    _require(
+        parallel.schedule == "circular" or repeats == 1,
+        f"parallel.stage_repeats={repeats}: needs parallel.schedule=circular",
+    )
+    if n_stages == 1:
+        return
+    key = f"parallel.mesh={parallel.mesh}"
+    pattern = len(config.model.layers) if len(set(config.model.layers)) > 1 else 1
+    _require(
+        layers % pattern == 0,
+        f"{key}: stage={n_stages} needs whole layer patterns, but model.n_layer={layers} is not a "
+        f"multiple of the {pattern} layers in model.layers",
+    )
+    shown = f" x parallel.stage_repeats={repeats}" if repeats > 1 else ""
+    times = f" in patterns of {pattern} layers" if pattern > 1 else ""
+    _require(
+        n_stages * repeats <= layers // pattern,
+        f"{key}: stage={n_stages}{shown} is more than model.n_layer={layers}{times} allows; use "
+        f"at most {layers // pattern} stages",
+    )
+    n = config.train.gradient_accumulation_steps
+    _require(
+        n >= n_stages,
+        f"train.gradient_accumulation_steps={n}: a pipeline with stage={n_stages} needs at least "
+        f"{n_stages} microbatches ({key}); use more microbatches, or fewer stages",
+    )
+    _require(
+        parallel.reduce_every == "step",
+        f"parallel.reduce_every=microbatch: a pipeline ({key}) reduces gradients once per step; "
+        "leave it out",
+    )
+    _require(
+        parallel.offload == "none",
+        f"parallel.offload={parallel.offload}: is not supported with pipeline stages ({key}); use "
+        "more stages, or fsdp",
+    )
 
 
 def check_batch(config: Config, shape: MeshShape) -> None:

@@ -1,7 +1,7 @@
 """Schedules, which run the forward and backward passes of a step on its microbatches.
 
 A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `accumulate` is the
-schedule for devices that hold all layers. A pipeline would be another schedule.
+schedule for devices that hold all layers. Every other schedule has a file of its own.
 """
 
 from collections.abc import Callable

@@ -40,6 +40,7 @@ class Estimate:
 
     step: float
     compute: float
+    bubble: float  # a pipeline stage's wait for its first microbatch and after its last one
     update: float
     exposed_communication: float  # over `EXPOSED_AXES`
     overlapped_communication: float  # over the other axes
@@ -103,16 +104,33 @@ class Plan:
 
     @property
     def recomputed_flops_per_token(self) -> int:
-        """FLOPs per token that parallel.remat adds.
+        """FLOPs per token that are computed again in the backward pass.
 
-        `attention` and `dots` recompute the matmuls of attention; `attention` does so only if the
-        kernel would otherwise keep the scores. `full` recomputes all matmuls of a layer.
+        Pipeline stages recompute all their layers. In addition, `attention` and `dots` recompute
+        the matmuls of attention; `attention` does so only if the kernel would otherwise keep the
+        scores. `full` recomputes all matmuls of a layer.
         """
         model, remat = self.config.model, self.config.parallel.remat
+        attention = 4 * model.n_layer * model.n_head * model.head_size * model.block_size
+        linear = 2 * sum(w.size for w in layer_matrices(model))
+        stages = attention + linear if self.n_stages > 1 else 0
         if remat == "none" or (remat == "attention" and not self.program.stores_scores):
-            return 0
-        linear = 2 * sum(w.size for w in layer_matrices(model)) if remat == "full" else 0
-        return 4 * model.n_layer * model.n_head * model.head_size * model.block_size + linear
+            return stages
+        return stages + attention + (linear if remat == "full" else 0)
+
+    @property
+    def n_stages(self) -> int:
+        return self.mesh.split_of("splits_layers")
+
+    @property
+    def bubble(self) -> float:
+        """The bubble of the pipeline, as a fraction of the time that its stages compute.
+
+        It is (S - 1) / (v M) for S stages, M microbatches and v groups of layers on each stage
+        (arXiv 2104.04473, section 2.2).
+        """
+        repeats = self.config.parallel.stage_repeats
+        return (self.n_stages - 1) / (repeats * self.config.train.gradient_accumulation_steps)
 
     @property
     def hosts(self) -> list[int]:
@@ -171,6 +189,7 @@ class Plan:
         share = self.flops_per_token * self.tokens / n_devices
         again = self.recomputed_flops_per_token * self.tokens / n_devices
         compute = (share + again) / (peak * MATMUL_EFFICIENCY)
+        bubble = self.bubble * compute
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / device.memory_bandwidth
         update += self.host_traffic / device.host_bandwidth
@@ -180,10 +199,11 @@ class Plan:
         is_exposed = set(EXPOSED_AXES).issuperset
         exposed = sum(self.seconds(c) for c in collectives if is_exposed(c.axes))
         overlapped = sum(self.seconds(c) for c in collectives if not is_exposed(c.axes))
-        step = max(compute + exposed, overlapped) + update
+        step = max(compute + bubble + exposed, overlapped) + update
         return Estimate(
             step=step,
             compute=compute,
+            bubble=bubble,
             update=update,
             exposed_communication=exposed,
             overlapped_communication=overlapped,

@@ -120,7 +120,9 @@ def _time(plan: Plan) -> str:
         f"ESTIMATE (best case): step {e.step:.3g} s, "
         f"{e.tokens_per_sec:,.0f} tokens/s, {e.tokens_per_sec_per_device:,.0f} per device, "
         f"MFU {e.mfu:.0%}",
-        f"  compute {e.compute:.3g} s, update {e.update:.2g} s, communication over "
+        f"  compute {e.compute:.3g} s"
+        + (f" and bubble {e.bubble:.3g} s" if e.bubble else "")
+        + f", update {e.update:.2g} s, communication over "
         f"{','.join(EXPOSED_AXES)} {e.exposed_communication:.3g} s, over the other axes "
         f"{e.overlapped_communication:.3g} s",
         *(f"  assuming that {assumption}" for assumption in ASSUMPTIONS),

@@ -12,11 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.models.attention import Attention
+from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, gpt_graph
 from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.pipeline import LayerGroups, Pipeline
 from jaxgpt.parallel.schedule import ACCUMULATE, Schedule
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import ParallelContext
@@ -97,6 +99,7 @@ def shard_model(
     tensor_axes = mesh_axes_with("splits_heads", mesh)
     sequence_parallel = parallel.sequence_parallel and bool(tensor_axes)
     is_sharded = parallel.zero_stage == 3 and bool(mesh_axes_with("shards_parameters", mesh))
+    layer_axes = mesh_axes_with("splits_layers", mesh)
     gathers = sequence_parallel or is_sharded or parallel.offload == "state"
     # With the other values of parallel.remat, gathered arrays are never kept for the backward pass.
     keeps_all = parallel.remat in ("none", "attention")
@@ -117,11 +120,27 @@ def shard_model(
         remat=parallel.remat,
         end_of_text=config.document_end,
         loss_chunk=config.train.loss_chunk,
-        keeps_tables=True,
+        keeps_tables=not layer_axes,  # a pipeline gathers all weights before its loop
     )
     layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
     layouts = jax.tree.map(layout, weights(config.model))
-    return ShardedModel(config, mesh, layouts, context, graph, n_slices)
+    model = ShardedModel(config, mesh, layouts, context, graph, n_slices)
+    if not layer_axes:
+        return model
+    pipeline = make_pipeline(config, mesh)
+    return model._replace(schedule=pipeline.schedule, warnings=pipeline.groups.warnings)
+
+
+def make_pipeline(config: Config, mesh: Mesh) -> Pipeline:
+    """Return the pipeline over the mesh axes that split the layers."""
+    axes = mesh_axes_with("splits_layers", mesh)
+    groups = LayerGroups(
+        n_layers=config.model.n_layer,
+        n_stages=math.prod(mesh.shape[axis] for axis in axes),
+        n_repeats=config.parallel.stage_repeats,
+        pattern=len(layer_pattern(config.model)),
+    )
+    return Pipeline(groups, config.train.gradient_accumulation_steps, axes)
 
 
 def param_layout(

@@ -74,6 +74,16 @@ WORKS = [
     ("--tensor-model-parallel-size 2 --zero-stage 1", "parallel.mesh", "1,-1,2"),
     ("--zero-stage 0", "parallel.mesh", "-1,1,1"),
     ("--zero-stage 2", "parallel.zero_stage", 2),
+    (
+        "--pipeline-model-parallel-size 2 train.gradient_accumulation_steps=2",
+        "parallel.mesh",
+        "stage=2,data=-1",
+    ),
+    (
+        "ici_pipeline_parallelism=2 ici_tensor_parallelism=2 train.gradient_accumulation_steps=2",
+        "parallel.mesh",
+        "stage=2,fsdp=-1,tensor=2",
+    ),
     ("--pipeline-model-parallel-size 1 --context-parallel-size 1", "parallel.mesh", "-1,1,1"),
     ("--use-distributed-optimizer", "parallel.zero_stage", 1),
     ("--sequence-parallel", "parallel.sequence_parallel", True),
@@ -167,7 +177,7 @@ ANSWERED = [
     ("train.dtype=fp16", "train.dtype=bfloat16", "train.dtype=bfloat16"),
     ("model.batch_size=8 train.batch_size=8", "leave out one of them", None),
     # Megatron and DeepSpeed
-    ("--pipeline-model-parallel-size 2 --seed 2", "no pipeline stages", "train.seed=2"),
+    ("--num-layers-per-virtual-pipeline-stage 2", "parallel.schedule=circular", None),
     ("--ds-sequence-parallel-size 2", "no context parallelism", None),
     ("--zero-stage 4", "0, 1, 2, 3", None),
     ("--fp16", "loss scaling", "train.dtype=bfloat16"),
@@ -191,7 +201,6 @@ ANSWERED = [
     # torchtitan
     ("--lr_scheduler.decay_ratio 0.1", "optimizer.wsd_decay_iters=N", None),
     ("--job.config_file mine.toml", "no such file or preset", None),
-    ("--parallelism.pipeline_parallel_degree 2", "no pipeline stages", None),
     # MaxText
     ("per_device_batch_size=8", "the number of devices is unknown", None),
     ("per_device_batch_size=0.5", "train.batch_size=N", None),

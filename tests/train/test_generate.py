@@ -162,6 +162,7 @@ def recomputed(config, params, prompts, n):
             marks=pytest.mark.long,
         ),
         ("1,2,3", ("model.n_head=6", "model.n_embd=60")),  # does not divide the vocabulary
+        ("stage=2,fsdp=2", ("train.gradient_accumulation_steps=2",)),
     ],
 )
 def test_a_text_is_the_one_that_recomputing_its_prefix_gives(mesh, options, monkeypatch):
