@@ -10,9 +10,10 @@ AXES: dict[str, frozenset[str]] = {
     "stage": frozenset({"splits_layers"}),
     "data": frozenset({"splits_batch", "reduces_gradients"}),
     "fsdp": frozenset({"splits_batch", "reduces_gradients", "shards_parameters"}),
+    "context": frozenset({"splits_sequence", "reduces_gradients"}),
     "tensor": frozenset({"splits_heads"}),
 }
-# The possible roles of an axis. No axis splits the sequence yet.
+# The possible roles of an axis.
 # splits_batch       devices along the axis process different rows
 # splits_sequence    devices along the axis process different positions of the same rows
 # splits_heads       heads, MLP and vocabulary are split, as in Megatron's tensor parallelism

@@ -316,6 +316,10 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Shard the activations of norms and the residual stream over the tensor axis, by position in
     the sequence (arXiv 2205.05198). This saves memory."""
+    context_impl: Literal["auto", "ulysses", "ring"] = "auto"
+    """How attention works if the context axis splits each sequence: all-to-alls give each device
+    the whole sequence for some of the heads (ulysses, arXiv 2309.14509), or blocks of keys and
+    values are passed around (ring, arXiv 2310.01889). auto chooses, and logs why."""
     remat: Literal["none", "full", "dots", "attention"] = "none"
     """What the backward pass recomputes: nothing (none), whole layers (full), everything except the
     outputs of linear layers (dots), or the attention scores (attention)."""

@@ -1,5 +1,6 @@
 """Checks that involve more than one setting. The types in the schema check single settings."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -249,6 +250,8 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
             f"parallel.sequence_parallel=True: tensor={tensor} ({key}) must divide "
             f"model.block_size={model.block_size}"
         )
+    if shape.split_of("splits_sequence") > 1:
+        _check_sequence(config, shape)
     return shape
 
 
@@ -291,6 +294,52 @@ def _check_pipeline(config: Config, n_stages: int) -> None:
         f"parallel.offload={parallel.offload}: is not supported with pipeline stages ({key}); use "
         "more stages, or fsdp",
     )
+
+
+def _check_sequence(config: Config, shape: MeshShape) -> None:
+    """Raise `UsageError` if rows cannot be split into slices, or attention cannot be computed."""
+    axes, parallel, T = axes_with("splits_sequence"), config.parallel, config.model.block_size
+    if parallel.sequence_parallel:
+        axes = axes_with("splits_sequence", "splits_heads")
+    n = math.prod(max(1, shape[axis]) for axis in axes)
+    _require(
+        T % n == 0,
+        f"parallel.mesh={parallel.mesh}: {' x '.join(axes)} = {n} must divide "
+        f"model.block_size={T}; change one of them",
+    )
+    obstacles = {"ulysses": ulysses_obstacle(config, shape), "ring": ring_obstacle(config, shape)}
+    chosen = obstacles.get(parallel.context_impl)
+    _require(
+        chosen is None,
+        f"parallel.context_impl={parallel.context_impl}: {chosen}; change that, or use "
+        "parallel.context_impl=auto",
+    )
+    _require(
+        None in obstacles.values(),
+        f"parallel.mesh={parallel.mesh}: attention is not possible with ulysses "
+        f"({obstacles['ulysses']}), nor with ring ({obstacles['ring']})",
+    )
+
+
+def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
+    """Return why parallel.context_impl=ulysses is not possible, or None if it is."""
+    roles, n_head = ("splits_sequence", "splits_heads"), config.model.n_head
+    if n_head % (n := shape.split_of(*roles)):
+        return f"{' x '.join(axes_with(*roles))} = {n} does not divide model.n_head={n_head}"
+    return None
+
+
+def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
+    """Return why parallel.context_impl=ring is not possible, or None if it is."""
+    model, n_chunks = config.model, 2 * shape.split_of("splits_sequence")
+    if model.block_size % n_chunks:
+        axes = " x ".join(axes_with("splits_sequence"))
+        return f"2 x {axes} = {n_chunks} does not divide model.block_size={model.block_size}"
+    if model.dropout:
+        return f"a ring has no dropout of attention weights, but model.dropout={model.dropout}"
+    if model.attention not in ("auto", "blockwise"):
+        return f"a ring has its own blockwise kernel, but model.attention={model.attention}"
+    return None
 
 
 def check_batch(config: Config, shape: MeshShape) -> None:

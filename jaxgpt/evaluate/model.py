@@ -218,11 +218,14 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         Lengths are powers of 2, from `LEAST_LENGTH` up, to limit the number of compilations. They
-        are rounded up to a multiple of the number of devices that a sequence or its heads are
+        are rounded up, so that they are divisible over the devices that a sequence or its heads are
         sharded over, and are at most T.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
-        n_parts = self.mesh_shape.split_of("splits_sequence", "splits_heads")
+        shape = self.mesh_shape
+        n_parts = shape.split_of("splits_sequence", "splits_heads")
+        if shape.split_of("splits_sequence") > 1:  # a device may hold two chunks of a row
+            n_parts *= 2
         return min(self.block_size, _round_up(length, n_parts))
 
     def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:

@@ -37,6 +37,7 @@ from jaxgpt.models.layers import (
 from jaxgpt.models.loss import LossParts, OutputLayer, TokenScores, loss_parts, score_tokens
 from jaxgpt.models.mlp import make_mlp
 from jaxgpt.models.rope import make_rotation
+from jaxgpt.parallel.context import gather_positions
 from jaxgpt.parallel.remat import rematerialized
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
@@ -166,7 +167,7 @@ class GPT(nnx.Module):
         if self.position_embedding is not None:
             w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
             positions = self.parallel.local_positions(self.positions(batch).positions)
-            if self.end_of_text is not None:
+            if self.end_of_text is not None or self.parallel.sequence_axes:
                 x_BTD = x_BTD + w_TD[positions]
             else:
                 x_BTD = x_BTD + jax.lax.dynamic_slice_in_dim(w_TD, positions[0], positions.size)
@@ -274,7 +275,8 @@ class GPT(nnx.Module):
         if self.config.position == "rope":
             size = self.config.head_size
             rotation = make_rotation(size, at.positions, kind.rope_theta, kind.rope_scaling)
-        return AttentionInputs(self.attend, at, rotation, kind.window)
+        row_at = gather_positions(at, self.parallel.sequence_axes)
+        return AttentionInputs(self.attend, row_at, rotation, kind.window)
 
     def dropout_keys(
         self, batch: Batch, key: jax.Array | None, numbers_N: jax.Array

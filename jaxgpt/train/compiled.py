@@ -141,7 +141,7 @@ def make_steps(
     return CompiledFunctions(
         model=model,
         mesh=mesh,
-        attention=f"{kernel} ({reason})",
+        attention="; ".join(filter(None, [f"{kernel} ({reason})", model.context_note])),
         n_parameters=count_parameters(config.model),
         warnings=(
             *fallback_warnings(setting, kernel, reason),

@@ -11,18 +11,20 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config, MeshShape
-from jaxgpt.models.attention import Attention
+from jaxgpt.models.attention import Attention, visible_keys
 from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, gpt_graph
 from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.context import split_sequence
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.pipeline import LayerGroups, Pipeline
 from jaxgpt.parallel.schedule import ACCUMULATE, Schedule
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout, ShardedParam
+from jaxgpt.perf.hardware import find_device
 
 SLICE_BYTES = 2**29  # target for a slice's activations; larger and much smaller slices are slower
 GRADIENTS_PER_SLICE = 4  # the target is at least this multiple of the gradients' size
@@ -39,6 +41,7 @@ class ShardedModel(NamedTuple):
     n_slices: int  # number of slices that each device splits its rows of a microbatch into
     schedule: Schedule = ACCUMULATE
     warnings: tuple[str, ...] = ()
+    context_note: str = ""  # how attention is computed if an axis splits the sequence, for the log
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
@@ -111,10 +114,13 @@ def shard_model(
         regather_in_backward=gathers and keeps_all,
         on_cpu=on_cpu,
     )
+    device = find_device(mesh.devices.flat[0].device_kind)
+    per_host = device.devices_per_host if device and device.memory else None  # not for CPUs
+    split = split_sequence(config, MeshShape(**mesh.shape), context, attend, visible_keys, per_host)
     graph = gpt_graph(
         config.model,
         dtype=np.dtype(config.train.dtype),
-        attend=attend,
+        attend=split.attend,
         parallel=context,
         scan_layers=config.scans_layers(on_cpu),
         remat=parallel.remat,
@@ -124,11 +130,21 @@ def shard_model(
     )
     layout = functools.partial(param_layout, config, mesh, sequence_parallel, n_slices)
     layouts = jax.tree.map(layout, weights(config.model))
-    model = ShardedModel(config, mesh, layouts, context, graph, n_slices)
-    if not layer_axes:
-        return model
-    pipeline = make_pipeline(config, mesh)
-    return model._replace(schedule=pipeline.schedule, warnings=pipeline.groups.warnings)
+    schedule, warnings = ACCUMULATE, ()
+    if layer_axes:
+        pipeline = make_pipeline(config, mesh)
+        schedule, warnings = pipeline.schedule, pipeline.groups.warnings
+    return ShardedModel(
+        config,
+        mesh,
+        layouts,
+        context,
+        graph,
+        n_slices,
+        split.wrap_schedule(schedule),
+        warnings,
+        split.note,
+    )
 
 
 def make_pipeline(config: Config, mesh: Mesh) -> Pipeline:

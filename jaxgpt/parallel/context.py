@@ -1,0 +1,591 @@
+"""Context parallelism: each device holds a slice of every sequence, also in attention.
+
+`wrap_attention` turns an attention function for whole rows into one for slices of rows.
+
+Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and bring the
+results back. The attention kernel stays the same.
+
+Ring (arXiv 2310.01889): each device computes attention to one block of keys and values while it
+sends the block to the next device. With n devices, a row has 2n chunks, and device i holds the
+chunks i and 2n-1-i, an early and a late one (the zigzag layout of `zigzag_schedule`). Causal
+attention then takes equally long on all devices. A layer with a short window does not need the
+ring: each chunk fetches the keys of its window from the chunks before it.
+
+Everything here runs inside `jax.shard_map`. The axes of the mesh are those that split the sequence.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.config import Config, MeshShape
+from jaxgpt.config.validate import ring_obstacle, ulysses_obstacle
+from jaxgpt.parallel.schedule import Schedule
+from jaxgpt.parallel.tensor import ParallelContext
+
+Axes = tuple[str, ...]  # mesh axes that split the sequence, outermost first
+# (q_BTHK, k_BTGK, v_BTGK, positions, positions, window, dropout keys_BH) -> out_BTHK; see
+# `models.attention.Attention`. A wrapped function takes a slice of q, k and v, and the positions of
+# the whole row, from `gather_positions`.
+Attention = Callable[..., jax.Array]
+# (query positions, key positions, window) -> mask; see `models.attention.visible_keys`.
+VisibleKeys = Callable[[Any, Any, int | None], jax.Array]
+
+QUERIES = 128  # number of queries that `attend_block` processes at a time
+# With this many tokens per device, a block's computation on an H100 (2e14 FLOP/s) takes as long as
+# the transfer of the next block between hosts (50 GB/s), if there are as many key-value heads as
+# query heads.
+RING_TOKENS = 8192
+OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
+
+
+def choose_implementation(
+    config: Config, shape: MeshShape, devices_per_host: int | None
+) -> tuple[str, str]:
+    """Return the name of the implementation (parallel.context_impl), and the reason as a clause.
+
+    Args:
+        devices_per_host: None if it is unknown, or if all devices share a host.
+    """
+    model, chosen = config.model, config.parallel.context_impl
+    if chosen != "auto":
+        return chosen, f"parallel.context_impl={chosen}"
+    if obstacle := ulysses_obstacle(config, shape):
+        return "ring", obstacle
+    if obstacle := ring_obstacle(config, shape):
+        return "ulysses", f"a ring is not possible: {obstacle}"
+    n = shape.split_of("splits_sequence")
+    neighbours = n * shape.split_of("splits_heads")  # the innermost axes
+    if devices_per_host is None or neighbours <= devices_per_host:
+        return "ulysses", "it divides the heads, and its devices share a host"
+    tokens = model.block_size // n
+    if tokens < RING_TOKENS:
+        return "ulysses", (
+            f"{tokens} tokens per device are too few to hide the transfers of a ring behind "
+            f"computation (less than {RING_TOKENS})"
+        )
+    return "ring", (
+        f"it spans hosts, and {tokens} tokens per device hide the transfers behind computation"
+    )
+
+
+class SequenceSplit(NamedTuple):
+    """How a network on devices that split the sequence computes attention."""
+
+    attend: Attention
+    wrap_schedule: Callable[[Schedule], Schedule]
+    note: str  # for the log; empty if no axis splits the sequence
+
+
+def split_sequence(
+    config: Config,
+    shape: MeshShape,
+    context: ParallelContext,
+    attend: Attention,
+    visible_keys: VisibleKeys,
+    devices_per_host: int | None,
+) -> SequenceSplit:
+    """Wrap an attention function for whole rows, if any axis splits the sequence.
+
+    For the last argument, see `choose_implementation`.
+    """
+    axes, unchanged = context.sequence_axes, lambda schedule: schedule
+    if not axes:
+        return SequenceSplit(attend, unchanged, "")
+    impl, reason = choose_implementation(config, shape, devices_per_host)
+    n = shape.split_of("splits_sequence")
+    note = f"{' x '.join(axes)} = {n} uses {impl}, because {reason}"
+    if impl == "ring":
+        note += f"; its blocks run through a kernel that takes {QUERIES} queries at a time"
+        ring = functools.partial(ring_attention, axes, visible_keys)
+        return SequenceSplit(ring, functools.partial(zigzag_schedule, context), note)
+    G = config.model.kv_heads
+    G = G // context.tensor if G % context.tensor == 0 else config.model.n_head // context.tensor
+    if (copies := n // math.gcd(G, n)) > 1:
+        note += f", with {copies} copies of each key-value head"
+    return SequenceSplit(functools.partial(ulysses_attention, axes, attend), unchanged, note)
+
+
+def gather_positions(at: Any, axes: Axes) -> Any:
+    """Gather the positions (..., T) of the devices' slices, in the order of the devices.
+
+    Args:
+        at: `models.attention.TokenPositions` of this device's tokens.
+    """
+    if not axes:
+        return at
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True), at)
+
+
+# Ulysses
+
+
+def ulysses_attention(
+    axes: Axes,
+    attend: Attention,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    q_at: Any,
+    k_at: Any,
+    window: int | None,
+    keys_BH: jax.Array | None,
+) -> jax.Array:
+    """Compute `attend` for whole rows on each device, for an equal share of this device's heads.
+
+    If the devices do not divide the key-value heads, these are first repeated until they do. There
+    are two all-to-alls, or three if there are fewer key-value heads than query heads.
+
+    Returns:
+        out_BTHK for this device's slice of the rows; see `Attention`.
+    """
+    n, H = jax.lax.axis_size(axes), q_BTHK.shape[2]
+    copies = n // math.gcd(k_BTGK.shape[2], n)
+    kv_BTCGK = jnp.stack([k_BTGK, v_BTGK], axis=2).repeat(copies, axis=3)
+    to_heads = functools.partial(_all_to_all, axes=axes, split=3, join=1)
+    if kv_BTCGK.shape[3] == H:
+        qkv_BTCHK = to_heads(jnp.concatenate([q_BTHK[:, :, None], kv_BTCGK], axis=2))
+        q_BTHK, k_BTGK, v_BTGK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
+    else:
+        q_BTHK = to_heads(q_BTHK[:, :, None]).squeeze(2)
+        k_BTGK, v_BTGK = (x.squeeze(2) for x in jnp.split(to_heads(kv_BTCGK), 2, axis=2))
+    if keys_BH is not None:
+        first = jax.lax.axis_index(axes) * (H // n)
+        keys_BH = jax.lax.dynamic_slice_in_dim(keys_BH, first, H // n, axis=1)
+    out_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, q_at, k_at, window, keys_BH)
+    return _all_to_all(out_BTHK, axes, split=1, join=2)
+
+
+def _all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
+    return jax.lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True)
+
+
+# The zigzag layout
+
+
+def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
+    """Return a schedule that processes batches in the zigzag layout.
+
+    It moves all arrays of the batch to the devices that need them, once per step. Hidden states are
+    returned in the order of the batch.
+    """
+    axes = context.sequence_axes
+
+    def in_zigzag(batch: Any) -> Any:  # all arrays but the row numbers have a dim T
+        return jax.tree.map(lambda x: to_zigzag(x, axes) if x.ndim > 1 else x, batch)
+
+    def run_all_blocks(pieces: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
+        x_BTD, aux = schedule.run_all_blocks(pieces, in_zigzag(batch), key)
+        if not context.sequence_parallel:
+            return from_zigzag(x_BTD, axes), aux
+        x_BTD = from_zigzag(context.copy_to_tensor_region(x_BTD), axes)
+        T = x_BTD.shape[1] // context.tensor
+        return jax.lax.dynamic_slice_in_dim(x_BTD, context.tensor_offset(T), T, axis=1), aux
+
+    def gradients(objective: Any, params: Any, accumulators: Any, microbatches: Any) -> Any:
+        microbatches = microbatches._replace(batch=in_zigzag(microbatches.batch))
+        return schedule.gradients(objective, params, accumulators, microbatches)
+
+    return Schedule(run_all_blocks, gradients)
+
+
+def to_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
+    """Move the chunks of rows (B, T, ...) from consecutive slices to the zigzag layout.
+
+    Device d has the chunks 2d and 2d+1 before, and an early and a late chunk after.
+    """
+    even, odd = _zigzag_moves(jax.lax.axis_size(axes))
+    first, second = jnp.split(x_BT, 2, axis=1)
+    first, second = jax.lax.ppermute(first, axes, even), jax.lax.ppermute(second, axes, odd)
+    return _swap_halves(first, second, jax.lax.axis_index(axes) % 2 == 1)
+
+
+def from_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
+    """Undo `to_zigzag`."""
+    even, odd = ([(b, a) for a, b in moves] for moves in _zigzag_moves(jax.lax.axis_size(axes)))
+    early, late = jnp.split(x_BT, 2, axis=1)
+    first, second = jnp.split(_swap_halves(early, late, jax.lax.axis_index(axes) % 2 == 1), 2, 1)
+    first, second = jax.lax.ppermute(first, axes, even), jax.lax.ppermute(second, axes, odd)
+    return jnp.concatenate([first, second], axis=1)
+
+
+def _zigzag_moves(n: int) -> list[list[tuple[int, int]]]:
+    """Return the moves (from, to) of the even and of the odd chunks between n devices."""
+    return [[(d, min(g, 2 * n - 1 - g)) for d in range(n) for g in [2 * d + odd]] for odd in (0, 1)]
+
+
+def _swap_halves(first: jax.Array, second: jax.Array, is_swapped: jax.Array) -> jax.Array:
+    halves = jnp.where(is_swapped, second, first), jnp.where(is_swapped, first, second)
+    return jnp.concatenate(halves, axis=1)
+
+
+# Ring. Arrays for a device's early and late chunk are stacked along a leading axis, as in q_2BTGK.
+
+
+class Queries(NamedTuple):
+    """Queries; in the backward pass, also what their gradients need."""
+
+    q_BTGK: jax.Array
+    at: Any  # `TokenPositions`
+    d_out_BTGK: jax.Array | None = None  # gradient of the output
+    lse_BTG: jax.Array | None = None  # logarithm of the sum of exp(score), over all keys
+    delta_BTG: jax.Array | None = None  # inner product of the output and its gradient
+
+
+class Keys(NamedTuple):
+    """A block of keys and values."""
+
+    k_BSGK: jax.Array
+    v_BSGK: jax.Array
+    at: Any  # `TokenPositions`
+
+
+def ring_attention(
+    axes: Axes,
+    visible_keys: VisibleKeys,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    q_at: Any,
+    k_at: Any,
+    window: int | None,
+    keys_BH: jax.Array | None,
+) -> jax.Array:
+    """Compute attention for rows in the zigzag layout.
+
+    In layers with a window of up to half a row, each chunk fetches the keys of its window. In other
+    layers, all keys and values go around the ring.
+
+    Returns:
+        out_BTHK for this device's slice of the rows; see `Attention`.
+    """
+    del keys_BH  # `ring_obstacle` excludes dropout
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    R = H // G  # query heads with the same key-value head become queries with the same position
+    q_BTGK = q_BTHK.reshape(B, T, G, R, K).swapaxes(2, 3).reshape(B, T * R, G, K)
+    own_at = _slice_of(q_at, axes, jax.lax.axis_index(axes))
+    q_at = jax.tree.map(lambda x: x.repeat(R, axis=-1), own_at)
+    mask = functools.partial(visible_keys, window=window)
+    if window is not None and window <= (jax.lax.axis_size(axes) - 1) * T // 2 + 1:
+        out_BTGK = _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)
+    else:
+        out_BTGK = _attend_around_ring(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)
+    return out_BTGK.reshape(B, T, R, G, K).swapaxes(2, 3).reshape(B, T, H, K)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_around_ring(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
+    return _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)[0]
+
+
+def _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
+    queries = Queries(_halves(q_BTGK), _halves_at(q_at))
+    out_2BTGK = jnp.zeros_like(queries.q_BTGK, _float32_or_64(q_BTGK))
+    found = out_2BTGK, jnp.full_like(out_2BTGK[..., 0], -jnp.inf)
+    for keys, pairs in _blocks(axes, k_BTGK, v_BTGK, k_at):
+        for mine, theirs in pairs:
+            part = attend_block(mask, _pick(queries, mine), _pick(keys, theirs))
+            merged = _merge(_pick(found, mine), part)
+            found = jax.tree.map(lambda x, new, mine=mine: x.at[mine].set(new), found, merged)
+    out_2BTGK, lse_2BTG = found
+    out_BTGK = _joined(out_2BTGK).astype(q_BTGK.dtype)
+    return out_BTGK, (q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_2BTG)
+
+
+def _ring_backward(axes, mask, saved, d_out_BTGK):
+    q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_2BTG = saved
+    delta_BTG = (d_out_BTGK.astype(lse_2BTG.dtype) * out_BTGK).sum(axis=-1)
+    q_2BTGK, d_out_2BTGK, delta_2BTG = (_halves(x) for x in (q_BTGK, d_out_BTGK, delta_BTG))
+    queries = Queries(q_2BTGK, _halves_at(q_at), d_out_2BTGK, lse_2BTG, delta_2BTG)
+    dq_2BTGK = jnp.zeros_like(q_2BTGK, lse_2BTG.dtype)
+    d_kvs = []  # of this device's own block, and of the block that travels with its gradients
+    for step, (keys, pairs) in enumerate(_blocks(axes, k_BTGK, v_BTGK, k_at)):
+        dk_2BSGK, dv_2BSGK = (jnp.zeros_like(x, lse_2BTG.dtype) for x in keys[:2])
+        for mine, theirs in pairs:
+            dq, dk, dv = block_gradients(mask, _pick(queries, mine), _pick(keys, theirs))
+            dq_2BTGK = dq_2BTGK.at[mine].add(dq)
+            dk_2BSGK, dv_2BSGK = dk_2BSGK.at[theirs].add(dk), dv_2BSGK.at[theirs].add(dv)
+        d_kv = jnp.stack([dk_2BSGK, dv_2BSGK])
+        if step > 1:  # the gradients of a block follow it, one step behind
+            d_kv += _send_to_next(d_kvs.pop(), axes)
+        d_kvs.append(d_kv)
+    own, travelling = d_kvs
+    dk_2BSGK, dv_2BSGK = own + _send_to_next(travelling, axes)
+    gradients = (_joined(x).astype(q_BTGK.dtype) for x in (dq_2BTGK, dk_2BSGK, dv_2BSGK))
+    return *gradients, None, None
+
+
+_attend_around_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _blocks(
+    axes: Axes, k_BTGK: jax.Array, v_BTGK: jax.Array, k_at: Any
+) -> Iterator[tuple[Keys, list[tuple[Any, Any]]]]:
+    """Yield the devices' blocks of keys and values, this device's first, with `visible_pairs`."""
+    n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    kv = jnp.stack([_halves(k_BTGK), _halves(v_BTGK)])
+    for step in range(n):
+        source = (i - step) % n
+        following = _send_to_next(kv, axes) if step < n - 1 else kv
+        at = _halves_at(_slice_of(k_at, axes, source))
+        yield Keys(*kv, at), visible_pairs(step, i, source)
+        kv = following
+
+
+def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
+    """Return the pairs of chunks (queries of device i, keys of `source`) with visible keys.
+
+    0 is a device's early chunk, and 1 is its late one. Every late chunk comes after all early ones,
+    and late chunks are in the opposite order of the devices. In each step, all devices have the
+    same number of pairs.
+
+    Args:
+        step: number of times that the keys have been sent on; 0 for a device's own keys.
+    """
+    if step == 0:
+        return [(0, 0), (1, 1), (1, 0)]  # `_merge` needs a chunk's own keys first
+    same = jnp.where(source < i, 0, 1)
+    return [(1, 0), (same, same)]
+
+
+def _send_to_next(x: jax.Array, axes: Axes) -> jax.Array:
+    n = jax.lax.axis_size(axes)
+    return jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
+
+
+def _merge(
+    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Merge the results of `attend_block` for two blocks; `one` must have seen a key."""
+    (out, lse), (other_out, other_lse) = one, other
+    total = jnp.logaddexp(lse, other_lse)
+    shares = (jnp.exp(x - total)[..., None] for x in (lse, other_lse))
+    return sum(share * x for share, x in zip(shares, (out, other_out), strict=True)), total
+
+
+def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
+    """Compute attention of each chunk to its own keys and to the `window - 1` keys before them."""
+    chunk, n_before = k_BTGK.shape[1] // 2, window - 1
+    kv = jnp.stack([_halves(k_BTGK), _halves(v_BTGK)], axis=1)  # (2, 2, B, S, G, K)
+    parts = [kv]
+    for missing in range(n_before, 0, -chunk):
+        kv = _from_chunk_before(kv[:, :, :, -min(chunk, missing) :], axes)
+        parts.insert(0, kv)
+    k_2BSGK, v_2BSGK = jnp.concatenate(parts, axis=3).swapaxes(0, 1)
+    keys = Keys(k_2BSGK, v_2BSGK, _positions_around_chunks(k_at, n_before, axes))
+    queries = Queries(_halves(q_BTGK), _halves_at(q_at))
+    return _joined(jax.vmap(functools.partial(_attend_once, mask, n_before))(queries, keys))
+
+
+def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
+    """Return the positions of this device's two chunks and of the tokens before each.
+
+    Args:
+        at: the positions of the whole row, in the zigzag layout.
+    """
+    n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    place_of = [2 * min(c, 2 * n - 1 - c) + (c >= n) for c in range(2 * n)]  # of chunk c
+
+    def around(x: jax.Array) -> jax.Array:
+        chunks = _parts(x, x.ndim - 1, 2 * n)[jnp.array(place_of)]
+        row = jnp.moveaxis(chunks, 0, -2).reshape(x.shape)
+        row = jnp.pad(row, [(0, 0)] * (x.ndim - 1) + [(n_before, 0)], constant_values=OUTSIDE)
+        chunk = x.shape[-1] // (2 * n)
+        take = functools.partial(jax.lax.dynamic_slice_in_dim, row, axis=-1)
+        return jnp.stack([take(c * chunk, n_before + chunk) for c in (i, 2 * n - 1 - i)])
+
+    return jax.tree.map(around, at)
+
+
+def _from_chunk_before(x_2: jax.Array, axes: Axes) -> jax.Array:
+    """Return, for each chunk, the array (of keys and values) of the chunk before it in the row.
+
+    The first chunk of the row gets zeros.
+    """
+    n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    early = jax.lax.ppermute(x_2[0], axes, [(d, d + 1) for d in range(n - 1)])
+    late = jax.lax.ppermute(x_2[1], axes, [(d + 1, d) for d in range(n - 1)])
+    return jnp.stack([early, jnp.where(i == n - 1, x_2[0], late)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_once(mask, n_before, queries, keys):
+    return attend_block(mask, queries, keys, n_before)[0].astype(queries.q_BTGK.dtype)
+
+
+def _attend_once_forward(mask, n_before, queries, keys):
+    out_BTGK, lse_BTG = attend_block(mask, queries, keys, n_before)
+    out_BTGK = out_BTGK.astype(queries.q_BTGK.dtype)
+    return out_BTGK, (queries, keys, out_BTGK, lse_BTG)
+
+
+def _attend_once_backward(mask, n_before, saved, d_out_BTGK):
+    queries, keys, out_BTGK, lse_BTG = saved
+    delta_BTG = (d_out_BTGK.astype(lse_BTG.dtype) * out_BTGK).sum(axis=-1)
+    queries = Queries(queries.q_BTGK, queries.at, d_out_BTGK, lse_BTG, delta_BTG)
+    gradients = block_gradients(mask, queries, keys, n_before)
+    dq_BTGK, dk_BSGK, dv_BSGK = (d.astype(d_out_BTGK.dtype) for d in gradients)
+    return Queries(dq_BTGK, None), Keys(dk_BSGK, dv_BSGK, None)
+
+
+_attend_once.defvjp(_attend_once_forward, _attend_once_backward)
+
+
+def attend_block(
+    mask: Any, queries: Queries, keys: Keys, n_before: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return attention to one block of keys, and the log-sum-exp of the scores.
+
+    Memory is O(T), because at most `QUERIES` queries are processed at a time.
+
+    Args:
+        mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).
+        n_before: if queries see only the keys from this many before their own, the number. The
+            keys are then those of the queries' tokens, after `n_before` others. None: queries may
+            see all keys.
+
+    Returns:
+        out_BTGK and lse_BTG in float32 (float64 for float64 operands). A query that sees no key has
+        an output of 0 and a log-sum-exp of -inf.
+    """
+    queries_N, firsts_N, size = _split_queries(queries, keys, n_before)
+
+    def attend(part: tuple[Queries, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        queries, seen = part[0], _keys_from(part[1], size, keys)
+        scores_BGTS, is_seen = _scores(mask, queries, seen)
+        largest_BGT1 = jnp.where(is_seen, scores_BGTS, -jnp.inf).max(axis=-1, keepdims=True)
+        largest_BGT1 = jnp.maximum(largest_BGT1, jnp.finfo(scores_BGTS.dtype).min)
+        weights_BGTS = jnp.where(is_seen, jnp.exp(scores_BGTS - largest_BGT1), 0)
+        sums_BTG = weights_BGTS.sum(axis=-1).swapaxes(1, 2)
+        out_BTGK = _einsum("BGTS,BSGK->BTGK", weights_BGTS, seen.v_BSGK)
+        out_BTGK /= jnp.where(sums_BTG == 0, 1, sums_BTG)[..., None]
+        return out_BTGK, jnp.log(sums_BTG) + largest_BGT1[..., 0].swapaxes(1, 2)
+
+    out, lse = jax.lax.map(attend, (queries_N, firsts_N))
+    return _joined(out), _joined(lse)
+
+
+def block_gradients(
+    mask: Any, queries: Queries, keys: Keys, n_before: int | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients dq_BTGK, dk_BSGK and dv_BSGK of one block of keys.
+
+    `queries` holds the log-sum-exp and the output over all blocks. This makes the gradients of the
+    blocks add up (arXiv 2205.14135, appendix B.2). The results are in float32 (float64 for float64
+    operands). For the arguments, see `attend_block`.
+    """
+    queries_N, firsts_N, size = _split_queries(queries, keys, n_before)
+
+    def add(totals: Any, part: tuple[Queries, jax.Array]) -> tuple[Any, jax.Array]:
+        queries, first = part
+        seen = _keys_from(first, size, keys)
+        scores_BGTS, is_seen = _scores(mask, queries, seen)
+        lse_BGT1, delta_BGT1 = (
+            x.swapaxes(1, 2)[..., None] for x in (queries.lse_BTG, queries.delta_BTG)
+        )
+        weights_BGTS = jnp.where(is_seen, jnp.exp(scores_BGTS - lse_BGT1), 0)
+        d_weights_BGTS = _einsum("BTGK,BSGK->BGTS", queries.d_out_BTGK, seen.v_BSGK)
+        d_scores_BGTS = weights_BGTS * (d_weights_BGTS - delta_BGT1) * _scale(keys)
+        dq_BTGK = _einsum("BGTS,BSGK->BTGK", d_scores_BGTS, seen.k_BSGK)
+        dk_BSGK = _einsum("BGTS,BTGK->BSGK", d_scores_BGTS, queries.q_BTGK)
+        dv_BSGK = _einsum("BGTS,BTGK->BSGK", weights_BGTS, queries.d_out_BTGK)
+
+        def add_seen(total: jax.Array, new: jax.Array) -> jax.Array:
+            new += jax.lax.dynamic_slice_in_dim(total, first, size, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(total, new, first, axis=1)
+
+        return jax.tree.map(add_seen, totals, (dk_BSGK, dv_BSGK)), dq_BTGK
+
+    zeros = tuple(jnp.zeros_like(x, queries.lse_BTG.dtype) for x in keys[:2])
+    (dk_BSGK, dv_BSGK), dq = jax.lax.scan(add, zeros, (queries_N, firsts_N))
+    return _joined(dq), dk_BSGK, dv_BSGK
+
+
+def _scores(mask: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
+    """Return scores_BGTS and the mask."""
+    scores_BGTS = _einsum("BTGK,BSGK->BGTS", queries.q_BTGK, keys.k_BSGK) * _scale(keys)
+    return scores_BGTS, mask(queries.at, keys.at)
+
+
+def _scale(keys: Keys) -> float:
+    return keys.k_BSGK.shape[-1] ** -0.5
+
+
+def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Multiply in y's dtype, and add up in float32 (float64 for float64 operands)."""
+    dtype = _float32_or_64(y)
+    return jnp.einsum(formula, x.astype(y.dtype), y, preferred_element_type=dtype)
+
+
+def _float32_or_64(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _split_queries(
+    queries: Queries, keys: Keys, n_before: int | None
+) -> tuple[Queries, jax.Array, int]:
+    """Split into N equal blocks of at most `QUERIES` queries, along a new leading axis.
+
+    If T has no divisor from QUERIES / 8 to QUERIES, there is one block.
+
+    Returns:
+        The queries, the first key that each block may see, int32 (N,), and the number of keys.
+    """
+    T, S = queries.q_BTGK.shape[1], keys.k_BSGK.shape[1]
+    size = max(n for n in range(1, QUERIES + 1) if T % n == 0)
+    size = size if size >= QUERIES / 8 else T
+    at = jax.tree.map(lambda x: _parts(x, x.ndim - 1, T // size), queries.at)
+    arrays = jax.tree.map(lambda x: _parts(x, 1, T // size), queries._replace(at=None))
+    if n_before is None:
+        firsts_N, n_keys = jnp.zeros(T // size, jnp.int32), S
+    else:
+        R = T // (S - n_before)  # queries per token
+        n_keys = min(S, n_before + (size - 1) // R + 2)  # a block may begin within a token
+        firsts_N = jnp.minimum(jnp.arange(0, T, size) // R, S - n_keys)
+    return arrays._replace(at=at), firsts_N, n_keys
+
+
+def _keys_from(first: jax.Array, size: int, keys: Keys) -> Keys:
+    """Return `size` keys and values, starting with `first`."""
+    k_BSGK, v_BSGK = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in keys[:2])
+    at = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=-1), keys.at)
+    return Keys(k_BSGK, v_BSGK, at)
+
+
+def _parts(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """Split an axis into n equal parts, along a new leading axis."""
+    shape = *x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _joined(parts: jax.Array) -> jax.Array:
+    """Undo `_parts` along axis 1."""
+    x = jnp.moveaxis(parts, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def _halves(x_BT: jax.Array) -> jax.Array:
+    return _parts(x_BT, 1, 2)
+
+
+def _halves_at(at: Any) -> Any:
+    return jax.tree.map(lambda x: _parts(x, x.ndim - 1, 2), at)
+
+
+def _slice_of(at: Any, axes: Axes, device: Any) -> Any:
+    """Return the positions of the tokens of one device, from those of the whole row."""
+
+    def take(x: jax.Array) -> jax.Array:
+        T = x.shape[-1] // jax.lax.axis_size(axes)
+        return jax.lax.dynamic_slice_in_dim(x, device * T, T, axis=-1)
+
+    return jax.tree.map(take, at)
+
+
+def _pick(tree: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x: x[i], tree)
