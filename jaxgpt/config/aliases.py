@@ -114,6 +114,10 @@ SETTINGS = {
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism "
     "dcn_pipeline_parallelism": "mesh.stage={}",
     "num_pipeline_repeats": "parallel.schedule=circular parallel.stage_repeats={}",
+    "context_parallel_size ds_sequence_parallel_size": "mesh.context={}",
+    "context_parallel_degree ici_context_parallelism dcn_context_parallelism": (
+        "mesh.context={} mesh.rest=fsdp"
+    ),
     "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism mesh.fsdp": (
         "mesh.fsdp={}"
     ),
@@ -148,6 +152,7 @@ IGNORED = """
 # Flags of other programs -> the values that change nothing here.
 NEUTRAL = {
     "context_parallel_size context_parallel_degree ds_sequence_parallel_size": "1",
+    "ici_context_parallelism dcn_context_parallelism": "1",
     "expert_model_parallel_size expert_parallel_degree": "1",
     "rotary_percent": "1 1.0",
     "eval_only": "False false",
@@ -273,10 +278,6 @@ KEY_SUGGESTIONS = {
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank": (
         "use parallel.schedule=circular with parallel.stage_repeats=V, where V is the number of "
         "groups of layers on each stage"
-    ),
-    "context_parallel_size context_parallel_degree ds_sequence_parallel_size": (
-        "there is no context parallelism; to save memory on long sequences, use "
-        "parallel.sequence_parallel=True with --mesh -1,1,N"
     ),
     "expert_model_parallel_size expert_parallel_degree": "there are no mixtures of experts",
     "fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather": (

@@ -12,7 +12,7 @@ import yaml
 
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import in_words
-from jaxgpt.config.mesh import MeshShape
+from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.values import describe, settings, takes_many
 
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this number x the tensor axis
@@ -381,11 +381,12 @@ def _set_mesh(line: CommandLine) -> None:
 def _set_batch(line: CommandLine) -> None:
     """Set the batch size from the sizes of microbatches in Megatron and nanoGPT."""
     later, words = line.later, line.words
-    if "per_device" in later:  # MaxText counts all devices, including those of the tensor axis
+    if "per_device" in later:  # MaxText counts all devices, also those with parts of the same rows
         shown, number = line.shown["per_device"], later["per_device"][0]
         size = _whole(number.removesuffix(".0"))
         if size:
-            size *= _tensor(line)
+            others = [axis for axis in line.axes if axis not in axes_with("splits_batch")]
+            size *= math.prod(_axis_size(line, axis) for axis in others)
             line.put("train.batch_size_per_device", [str(size)], shown)
         else:
             line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
@@ -425,8 +426,8 @@ def _number(line: CommandLine, key: str) -> int | None:
     return _whole(line.words.get(key, [""])[0])
 
 
-def _tensor(line: CommandLine) -> int:
-    return math.prod(_whole(word) or 1 for word in line.axes.get("tensor", {}).values())
+def _axis_size(line: CommandLine, axis: str) -> int:
+    return math.prod(_whole(word) or 1 for word in line.axes.get(axis, {}).values())
 
 
 def _set_schedule(line: CommandLine) -> None:
@@ -480,7 +481,7 @@ def _set_sizes(line: CommandLine) -> None:
         if size is None:
             line.notes.append(f"{line.shown['tokenizer']}: ignored; use data.tokenizer=FOLDER")
         elif "model.vocab_size" not in words:
-            multiple = PADDING * _tensor(line)
+            multiple = PADDING * _axis_size(line, "tensor")
             padded = -(-size // multiple) * multiple
             words["model.vocab_size"] = [str(padded)]
             line.notes.append(

@@ -85,6 +85,9 @@ WORKS = [
         "stage=2,fsdp=-1,tensor=2",
     ),
     ("--pipeline-model-parallel-size 1 --context-parallel-size 1", "parallel.mesh", "-1,1,1"),
+    ("--context-parallel-size 2", "parallel.mesh", "data=-1,context=2"),
+    ("--ds-sequence-parallel-size 2 --zero-stage 1", "parallel.mesh", "fsdp=-1,context=2"),
+    ("ici_context_parallelism=2 dcn_context_parallelism=2", "parallel.mesh", "fsdp=-1,context=4"),
     ("--use-distributed-optimizer", "parallel.zero_stage", 1),
     ("--sequence-parallel", "parallel.sequence_parallel", True),
     ("--bf16", "train.dtype", "bfloat16"),
@@ -178,7 +181,6 @@ ANSWERED = [
     ("model.batch_size=8 train.batch_size=8", "leave out one of them", None),
     # Megatron and DeepSpeed
     ("--num-layers-per-virtual-pipeline-stage 2", "parallel.schedule=circular", None),
-    ("--ds-sequence-parallel-size 2", "no context parallelism", None),
     ("--zero-stage 4", "0, 1, 2, 3", None),
     ("--fp16", "loss scaling", "train.dtype=bfloat16"),
     ("--load ckpts", "--out FOLDER", None),
