@@ -13,6 +13,7 @@ from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import update_flops
 from jaxgpt.parallel import sharding as partition
+from jaxgpt.parallel.context import choose_implementation
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
@@ -83,6 +84,9 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
         # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
         stand_in = config.replace(parallel__scan_layers=True)
+        if shape.split_of("splits_sequence") > 1:  # `auto` would choose for CPUs
+            impl, _ = choose_implementation(config, shape, device.devices_per_host)
+            stand_in = stand_in.replace(parallel__context_impl=impl)
         if config.train.dtype == "bfloat16":
             stand_in = stand_in.replace(train__dtype="float16")
         if config.parallel.grad_reduce_dtype == "bfloat16":
@@ -109,7 +113,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
             memory, gradients=gradients, activations_and_temporaries=total - state - gradients
         ),
         collectives=read_collectives(compiled.as_text(), shape),
-        attention=f"{kernel} ({reason})",
+        attention="; ".join(filter(None, [f"{kernel} ({reason})", steps.model.context_note])),
         stores_scores=KERNELS[kernel].stores_scores,
         warnings=steps.warnings,
         update_flops=update_flops(config.optimizer, steps.model.parameters),
