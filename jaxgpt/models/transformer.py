@@ -270,7 +270,10 @@ class GPT(nnx.Module):
         return TokenPositions(batch.positions[0])
 
     def attention_inputs(self, kind: LayerKind, at: TokenPositions) -> AttentionInputs:
-        """Return the inputs of attention that all layers of one kind share."""
+        """Return the inputs of attention that all layers of one kind share.
+
+        If other devices hold parts of the rows, attention gets the positions of the whole rows.
+        """
         rotation = None
         if self.config.position == "rope":
             size = self.config.head_size

@@ -1,6 +1,6 @@
 """Context parallelism: each device holds a slice of every sequence, also in attention.
 
-`wrap_attention` turns an attention function for whole rows into one for slices of rows.
+`split_sequence` turns an attention function for whole rows into one for slices of rows.
 
 Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and bring the
 results back. The attention kernel stays the same.
@@ -16,7 +16,7 @@ Everything here runs inside `jax.shard_map`. The axes of the mesh are those that
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -287,24 +287,30 @@ def _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
     queries = Queries(_halves(q_BTGK), _halves_at(q_at))
     out_2BTGK = jnp.zeros_like(queries.q_BTGK, _float32_or_64(q_BTGK))
     found = out_2BTGK, jnp.full_like(out_2BTGK[..., 0], -jnp.inf)
-    for keys, pairs in _blocks(axes, k_BTGK, v_BTGK, k_at):
+
+    def attend(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
         for mine, theirs in pairs:
             part = attend_block(mask, _pick(queries, mine), _pick(keys, theirs))
             merged = _merge(_pick(found, mine), part)
             found = jax.tree.map(lambda x, new, mine=mine: x.at[mine].set(new), found, merged)
-    out_2BTGK, lse_2BTG = found
+        return found
+
+    out_2BTGK, lse_2BTG = _around_ring(axes, attend, k_BTGK, v_BTGK, k_at, found)
     out_BTGK = _joined(out_2BTGK).astype(q_BTGK.dtype)
     return out_BTGK, (q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_2BTG)
 
 
 def _ring_backward(axes, mask, saved, d_out_BTGK):
+    # Without the barrier, XLA would not send the keys again, but keep all blocks of all layers.
+    saved, d_out_BTGK = jax.lax.optimization_barrier((saved, d_out_BTGK))
     q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_2BTG = saved
     delta_BTG = (d_out_BTGK.astype(lse_2BTG.dtype) * out_BTGK).sum(axis=-1)
     q_2BTGK, d_out_2BTGK, delta_2BTG = (_halves(x) for x in (q_BTGK, d_out_BTGK, delta_BTG))
     queries = Queries(q_2BTGK, _halves_at(q_at), d_out_2BTGK, lse_2BTG, delta_2BTG)
-    dq_2BTGK = jnp.zeros_like(q_2BTGK, lse_2BTG.dtype)
-    d_kvs = []  # of this device's own block, and of the block that travels with its gradients
-    for step, (keys, pairs) in enumerate(_blocks(axes, k_BTGK, v_BTGK, k_at)):
+
+    def add_gradients(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
+        # d_kvs: of this device's own block, and of the block whose gradients arrived last.
+        dq_2BTGK, d_kvs = found
         dk_2BSGK, dv_2BSGK = (jnp.zeros_like(x, lse_2BTG.dtype) for x in keys[:2])
         for mine, theirs in pairs:
             dq, dk, dv = block_gradients(mask, _pick(queries, mine), _pick(keys, theirs))
@@ -312,9 +318,12 @@ def _ring_backward(axes, mask, saved, d_out_BTGK):
             dk_2BSGK, dv_2BSGK = dk_2BSGK.at[theirs].add(dk), dv_2BSGK.at[theirs].add(dv)
         d_kv = jnp.stack([dk_2BSGK, dv_2BSGK])
         if step > 1:  # the gradients of a block follow it, one step behind
-            d_kv += _send_to_next(d_kvs.pop(), axes)
-        d_kvs.append(d_kv)
-    own, travelling = d_kvs
+            *d_kvs, travelling = d_kvs
+            d_kv += _send_to_next(travelling, axes)
+        return dq_2BTGK, [*d_kvs, d_kv]
+
+    found = jnp.zeros_like(q_2BTGK, lse_2BTG.dtype), []
+    dq_2BTGK, (own, travelling) = _around_ring(axes, add_gradients, k_BTGK, v_BTGK, k_at, found)
     dk_2BSGK, dv_2BSGK = own + _send_to_next(travelling, axes)
     gradients = (_joined(x).astype(q_BTGK.dtype) for x in (dq_2BTGK, dk_2BSGK, dv_2BSGK))
     return *gradients, None, None
@@ -323,18 +332,28 @@ def _ring_backward(axes, mask, saved, d_out_BTGK):
 _attend_around_ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _blocks(
-    axes: Axes, k_BTGK: jax.Array, v_BTGK: jax.Array, k_at: Any
-) -> Iterator[tuple[Keys, list[tuple[Any, Any]]]]:
-    """Yield the devices' blocks of keys and values, this device's first, with `visible_pairs`."""
+def _around_ring(
+    axes: Axes,
+    process: Callable[[int, Keys, list[tuple[Any, Any]], Any], Any],
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    k_at: Any,
+    found: Any,
+) -> Any:
+    """Return `found` after `found = process(step, keys, visible_pairs, found)` for each block.
+
+    The first block is this device's own. Each block is sent on while it is processed.
+    """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     kv = jnp.stack([_halves(k_BTGK), _halves(v_BTGK)])
     for step in range(n):
         source = (i - step) % n
         following = _send_to_next(kv, axes) if step < n - 1 else kv
-        at = _halves_at(_slice_of(k_at, axes, source))
-        yield Keys(*kv, at), visible_pairs(step, i, source)
-        kv = following
+        keys = Keys(*kv, _halves_at(_slice_of(k_at, axes, source)))
+        found = process(step, keys, visible_pairs(step, i, source), found)
+        # Without the barrier, XLA may process many blocks at once, which takes more memory.
+        kv, found = jax.lax.optimization_barrier((following, found))
+    return found
 
 
 def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:

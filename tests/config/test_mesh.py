@@ -43,7 +43,7 @@ def test_roles_say_over_how_many_devices_something_is_split():
     shape = MeshShape(2, 3, 4)
     assert shape.split_of("splits_batch") == 6
     assert shape.split_of("splits_heads") == 4
-    assert axes_with("reduces_gradients") == ("data", "fsdp")
+    assert axes_with("shards_parameters", "splits_heads") == ("fsdp", "tensor")
 
 
 def test_a_further_axis_is_a_line_of_the_table(monkeypatch):

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from jaxgpt.config import (
+    MeshShape,
     UsageError,
     aliases,
     describe_batch_size,
@@ -50,7 +51,7 @@ def test_the_commands_of_the_course_train_its_models(line, devices, parameters, 
     multiplied = count_parameters(config.replace(model__vocab_size=65).model)[1]
     assert f"{multiplied / 1e6:.2f}" == parameters
     shape = mesh_shape(config, devices)
-    assert shape == {"data": devices, "fsdp": 1, "tensor": 1}
+    assert shape == MeshShape(data=devices)
     assert with_batch_size(config, shape).train.batch_size * config.model.block_size == tokens
     assert f"64 sequences per device x {devices} devices; {tokens:,}" in describe_batch_size(
         config, shape

@@ -50,6 +50,8 @@ def assert_same(found, reference, label=""):
         (2, "1,8,1", ()),
         (8, "2,1,4", ()),
         (2, "1,4,2", ("optimizer.name=muon",)),  # pieces of matrices go from process to process
+        (2, "context=4", ("parallel.context_impl=ring",)),
+        (2, "context=4", ("parallel.context_impl=ulysses",)),
     ],
 )
 def test_processes_change_nothing_but_the_layout(processes, mesh, options):

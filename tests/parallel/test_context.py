@@ -176,7 +176,7 @@ def test_commands_work_on_a_split_sequence(tmp_path):
     out = ("--out", tmp_path / "run")
     job = run("train", "--config", *settings, *mesh, ring, *out, "train.max_iters=4")
     assert job.returncode == 0, job.stdout
-    assert "context = 2 uses ring" in job.stdout
+    assert "context = 2 uses ring" in (out[1] / "train.log").read_text()
     job = run("replay", "--run", out[1], "--step", 4)
     assert job.returncode == 0 and "bit for bit" in job.stdout, job.stdout
     for command in (
