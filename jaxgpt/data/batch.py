@@ -1,4 +1,4 @@
-"""The `Batch`: everything that a training step knows about its tokens, derived on the devices."""
+"""The `Batch`: the token IDs of a step, and everything derived from them on the devices."""
 
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
     Args:
         rows: int32 (B, T+1), or `TokenRows` with a weight for each target. Without weights, every
             target has weight 1.
-        end_of_text: ID of the token that ends a document, for data.document_mask. None treats each
-            row as one document.
+        end_of_text: ID of the token that ends a document, for data.document_mask. If None, each row
+            is one document.
     """
     if isinstance(rows, TokenRows):
         tokens, weights = rows.tokens, rows.weights[:, 1:].astype(jnp.float32)
@@ -49,7 +49,7 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
     """Return a batch for computing logits; its targets and weights are 0.
 
-    After each end-of-text token, a new segment begins, and positions restart at 0.
+    A new segment begins after each end-of-text token, and positions restart at 0.
 
     Args:
         tokens: int32 (B, T).
@@ -74,12 +74,15 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 
 
 def total_weight(batch: Batch) -> jax.Array:
-    """Return max(sum of the weights, 1), a float32 scalar; a batch without targets has loss 0."""
+    """Return the divisor of the loss, max(sum of the weights, 1): float32 scalar.
+
+    A batch without targets therefore has a loss of 0.
+    """
     return jnp.maximum(batch.weights.sum(), 1.0)
 
 
 def batch_specs(mesh: Mesh) -> Batch:
-    """Return a `Batch` with the `PartitionSpec` of each array, given the roles of the mesh axes."""
+    """Return the `PartitionSpec` of each array in a `Batch`, from the roles of the mesh axes."""
     rows, positions = (
         mesh_axes_with(role, mesh) or None for role in ("splits_batch", "splits_sequence")
     )

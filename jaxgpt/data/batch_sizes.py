@@ -1,4 +1,4 @@
-"""Batch size of each step of a run, and the sequences that it consumes."""
+"""The batch size of each step of a run, and the sequences that each step consumes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +19,7 @@ class BatchSizes:
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:
-        """Return the batch size of a step, which must not be before the first change."""
+        """Return the batch size of a step. `step` must not precede the first of `changes`."""
         return next(size for first, size in reversed(self.changes) if first <= step)
 
     def consumed(self, step: int) -> int:

@@ -15,7 +15,7 @@ from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # approximate minimum number of samples between two boundaries
-MIN_SHARE = Fraction(1, 10**6)  # gives blocks of 2^21 samples, which take seconds to compute
+MIN_SHARE = Fraction(1, 10**6)  # a block then has 2^21 samples and takes seconds to compute
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
     `key` is the setting that holds the lines, for error messages.
 
     Raises:
-        UsageError: if a line is invalid, or if a source has less than a millionth of the weight of
-            its corpus, or its corpus less than a millionth of the blend's.
+        UsageError: if a line is invalid, if a source has less than a millionth of its corpus's
+            weight, or if a corpus has less than a millionth of the total weight.
     """
     parsed = [_parse(line, key) for line in lines]
     paths: dict[str, set[Path]] = defaultdict(set)
@@ -102,7 +102,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return (share of all samples, corpus) for each source; these set the sampling order."""
+    """Return (share of all samples, corpus) of each source. They determine the sampling order."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
@@ -113,12 +113,12 @@ class WeightedInterleave:
     After any n samples, the number of samples from corpus i is within 1 of n * w_i, where w_i is
     its share. Sequences with this property solve the chairman assignment problem (R. Tijdeman, "The
     chairman assignment problem", Discrete Math. 32, 1980), but are usually built one sample at a
-    time. To avoid generating all earlier samples to find sample n, the sequence is divided into
-    blocks. At a block boundary, `_counts_at` computes the counts directly, and chooses them so that
-    the blocks on both sides can satisfy the bound. Inside a block, the bound gives each sample a
-    range of positions, and samples are scheduled earliest deadline first. A block is long enough to
-    contain a sample of every corpus. Otherwise, rounding could make a count smaller at the end of a
-    block than at its start.
+    time. Here, the sequence is divided into blocks, so that finding sample n does not require all
+    earlier samples. At a block boundary, `_counts_at` computes the counts directly and chooses them
+    so that the blocks on both sides can satisfy the bound. Inside a block, the bound gives each
+    sample a range of positions, and samples are scheduled earliest deadline first. A block is long
+    enough to contain a sample of every corpus. Otherwise, rounding could make a count smaller at
+    the end of a block than at its start.
 
     All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
     (Grain's mix is also O(1), but deviates by up to 1.3 for five corpora and 4.4 for twenty.)
@@ -201,8 +201,8 @@ class WeightedInterleave:
         """Return the counts after n samples, or None if n cannot be a boundary.
 
         The counts are n w_i, rounded up for the largest remainders and down for the others. Let
-        d_i = n w_i - count_i. If floor(d_i + h w_i) is positive, the next h samples must contain
-        at least this many samples of corpus i. These corpora form the set A = {i: b_i <= h}, where
+        d_i = n w_i - count_i. If floor(d_i + h w_i) is positive, the next h samples must include
+        at least that many from corpus i. These corpora form the set A = {i: b_i <= h}, where
         b_i = (1 - d_i) / w_i is the deadline of corpus i. For every h, there is room for their
         samples if the sums over A satisfy d(A) - 1 < (1 - w(A)) b, where b is the last deadline in
         A. The samples before n must satisfy the same condition in reverse order, with -d_i.

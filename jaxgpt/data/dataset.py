@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """An opened source, with the splits that `open_dataset` was asked for."""
+    """An opened source, with the splits requested from `open_dataset`."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -58,8 +58,7 @@ class Dataset:
         """Return the document that contains the token at `offset` in a split of a source.
 
         `source` is an index into `sources`. The document's `start` and `end` count from the start
-        of the source, not of the split. Its fields are None if the source has no index of its
-        documents.
+        of the source, not the split. Its fields are None if the source has no document index.
         """
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
         return Document() if find is None else find(tokens.first + offset)
@@ -151,7 +150,8 @@ def entries(data: DataConfig) -> list[BlendEntry]:
     """Return the sources in a configuration, without opening them.
 
     Raises:
-        UsageError: if data.file_list cannot be read or is empty, or if `parse_lines` raises it.
+        UsageError: if data.file_list cannot be read or is empty, or if `parse_lines` rejects a
+            line.
     """
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
@@ -167,12 +167,12 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     """Return `config` with model.vocab_size and, for data.document_mask, data.end_of_text set.
 
-    Without an opened dataset, for example to plan or time a step, the vocabulary size is the result
-    of `vocabulary_size`, and the end-of-text token defaults to 0.
+    Without an opened dataset, for example when planning or timing a step, the vocabulary size comes
+    from `vocabulary_size`, and the end-of-text token defaults to 0.
 
     Raises:
-        UsageError: if `vocabulary_size` raises it, if the end-of-text token of the dataset is
-            unknown, or if the token is outside the vocabulary.
+        UsageError: if the end-of-text token of the dataset is unknown or outside the vocabulary, or
+            for any of the reasons listed in `vocabulary_size`.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -193,7 +193,7 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
-    """Return the vocabulary size of a configuration. Built-in datasets need not be prepared yet.
+    """Return the vocabulary size of a configuration. A built-in dataset need not exist yet.
 
     If model.vocab_size is set, it is returned, and no file is read.
 
@@ -217,8 +217,8 @@ def open_dataset(
     """Open the token files of a configuration, without reading any tokens.
 
     If a source has no validation split, the end of its training split is used for validation. If
-    `splits` is None, sources are not divided in this way, and have all splits that their files
-    have. This raises the process's limit on open files if necessary.
+    `splits` is None, no source is divided in this way, and each keeps all splits found in its
+    files. This raises the process's limit on open files if necessary.
 
     Raises:
         UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
@@ -281,7 +281,7 @@ def _open_source(
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
         divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         tokens = tokens | divided
-        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # it covers the whole
+        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # hash of the whole split
         note = f" with data.val_share={data.val_share}"
     for split in splits or tokens:
         if split not in tokens:
@@ -338,7 +338,7 @@ def _unreadable(entry: BlendEntry, error: OSError) -> UsageError:
 
 
 def _remedy(path: Path) -> str:
-    """Return advice for a path without token data that can be opened."""
+    """Return advice for a path at which no token data can be opened."""
     if (path / PARTS).is_dir():
         return "its preparation was interrupted; run the same jaxgpt.prepare command again"
     for suffix, kind in (".idx", "Megatron pairs"), (".bin", "token files"):

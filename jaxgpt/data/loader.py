@@ -98,7 +98,7 @@ class Loader:
     ) -> "Loader":
         """Return a loader for microbatches of a split, in a different order from training.
 
-        Each of its steps, which count from 1, is one microbatch.
+        Each step of this loader is one microbatch. Steps are counted from 1.
         """
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
@@ -201,7 +201,7 @@ def global_array(
     """Return a global array with this shape and sharding; only the row axis may be sharded.
 
     `read` returns the values of a range of rows: (rows, ...). Each process reads only the rows of
-    its own devices, and raises the errors of `read`.
+    its own devices. Also raises whatever `read` raises.
     """
     import jax
 

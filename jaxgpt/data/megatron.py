@@ -71,7 +71,7 @@ def is_pair(path: Path) -> bool:
     """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx, and PREFIX.idx exists.
 
     PREFIX is also recognised if only PREFIX.bin exists, so that an error can name the missing .idx.
-    A folder is not recognised. Raises `OSError` if a path cannot be examined.
+    A folder is not recognised. Raises `OSError` if a path cannot be accessed.
     """
     prefix = prefix_of(path)
     lacks_idx = path == prefix and Path(f"{prefix}.bin").is_file()
@@ -79,9 +79,9 @@ def is_pair(path: Path) -> bool:
 
 
 def open_pair(path: Path) -> OpenSource:
-    """Open the pair of files of a path that `is_pair` recognises, as the split "train".
+    """Open the file pair at a path that `is_pair` accepts, as the "train" split.
 
-    Raises `UsageError` as `read_index` does.
+    Raises `UsageError` like `read_index`.
     """
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
@@ -97,7 +97,7 @@ def prefix_of(path: Path | str) -> Path:
 def read_index(prefix: Path | str) -> Index:
     """Open PREFIX.idx, and check a sample of its entries and the size of PREFIX.bin.
 
-    `prefix` has one of the forms that `prefix_of` takes.
+    `prefix` has one of the forms that `prefix_of` accepts.
 
     Raises:
         UsageError: if a file is missing, unreadable, damaged or empty, or does not contain text.

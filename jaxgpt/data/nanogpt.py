@@ -16,9 +16,9 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder with the file of a split.
+    """Return whether `path` is a folder with the token file of at least one split.
 
-    Raises `OSError` if the folder may not be entered.
+    Raises `OSError` if the folder cannot be accessed.
     """
     return any((path / f"{split}.bin").is_file() for split in ALL_SPLITS)
 
@@ -26,8 +26,8 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path) -> OpenSource:
     """Open the files of all splits, with their loss masks.
 
-    The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if the file of
-    a split in meta.json is missing, if a file is damaged or if meta.json does not list a mask, and
+    The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if a split in
+    meta.json has no file, if a file is damaged, or if a mask is not listed in meta.json, and
     `OSError` if a file cannot be read.
     """
     meta = read_meta(path)
@@ -41,20 +41,20 @@ def open_folder(path: Path) -> OpenSource:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether `path` is a .bin file; raise `OSError` if its folder may not be entered."""
+    """Return whether `path` is a .bin file; raise `OSError` if its folder cannot be accessed."""
     return path.suffix == ".bin" and path.is_file()
 
 
 def open_file(path: Path) -> OpenSource:
-    """Open a single .bin file as the split "train", with its loss mask.
+    """Open a single .bin file as the "train" split, with its loss mask.
 
     The dtype is read from a meta.json in the same folder; without one, it is uint16. Raises
-    `UsageError` if a file is missing or damaged or meta.json does not list the mask, and `OSError`
-    if a file cannot be read.
+    `UsageError` if a file is missing or damaged or the mask is not listed in meta.json, and
+    `OSError` if a file cannot be read.
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)
-    meta.pop("fingerprint", None)  # this hash covers both splits
+    meta.pop("fingerprint", None)  # hash of all splits
     return OpenSource({"train": tokens}, meta=meta)
 
 

@@ -10,7 +10,7 @@ from jaxgpt.data.token_file import Tokens
 
 SPLITS = ("train", "val")  # the splits that a run needs
 ALL_SPLITS = (*SPLITS, "test")
-PARTS = ".parts"  # subfolder of a dataset whose preparation is not complete
+PARTS = ".parts"  # subfolder of a dataset that is still being prepared
 SHAPE = {  # the expected structure of meta.json, for `read_json`
     "dtype": str, "vocab_size": int, "tokenizer": {"type": str}, "tokens?": {str: int},
     "fingerprint?": str, "targets?": {str: int},
@@ -25,7 +25,7 @@ class Document(NamedTuple):
     end: int | None = None  # offset just past its last token
 
 
-# Maps a token's offset in the whole source to its document, in a logarithmic number of reads.
+# Maps a token's offset in the whole source to its document, in O(log n) reads.
 FindDocument = Callable[[int], Document]
 
 
@@ -46,7 +46,7 @@ class Format(NamedTuple):
     They raise `OSError` if a file or folder cannot be read.
     """
 
-    recognise: Callable[[Path], bool]  # whether files of this format exist; some may be missing
+    recognise: Callable[[Path], bool]  # whether a path has this format, even if files are missing
     open: Callable[[Path], OpenSource]
     """Opens a path that `recognise` accepts, without reading tokens. Raises `UsageError` if files
     are missing or damaged."""

@@ -18,9 +18,9 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-# Number of pages of each split (64 MiB) that are hashed and checked, divided among the sources.
+# Number of pages to hash and check in each split (64 MiB), divided among the sources.
 SAMPLED_PAGES = 4096
-OTHER_FILES = 512  # open files to allow besides the token files
+OTHER_FILES = 512  # number of other open files to allow for
 
 
 def allow_open_files(count: int) -> None:
@@ -115,9 +115,10 @@ class Tokens:
         return self.file.read(self.first + start, count)
 
     def read_weights(self, start: int, count: int) -> np.ndarray:
-        """Return the loss weights (0 or 1) of `count` tokens as targets, from token `start` on.
+        """Return the loss weights (0 or 1) of `count` tokens, starting at token `start`.
 
-        The result is uint8, of shape (count,). Without a mask, all weights are 1.
+        A weight applies to the token as a target. The result is uint8, of shape (count,). Without a
+        mask, all weights are 1.
 
         Raises:
             UsageError: if the mask cannot be read, is too short, or holds a byte other than 0 or 1.
@@ -135,10 +136,10 @@ class Tokens:
         return weights
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-        """Raise `UsageError` unless all `tokens`, at least one, are in the vocabulary.
+        """Raise `UsageError` if any of `tokens` is outside the vocabulary.
 
-        `start` is the offset of `tokens[0]` in this part of the file. The message gives the offset
-        of the invalid token in the file.
+        `tokens` must not be empty. `start` is the offset of `tokens[0]` in this part of the file.
+        The message gives the offset of the invalid token in the file.
         """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return

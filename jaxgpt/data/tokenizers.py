@@ -74,7 +74,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
-        """Return a position near the end of `text` where a split does not change its tokens.
+        """Return a position near the end of `text` where splitting does not change the tokens.
 
         The result is 0 if no such position is found.
         """
@@ -85,7 +85,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write the files that the JSON description refers to, if any, in `directory`.
+        """Write the files named in the JSON description, if any, to `directory`.
 
         Raises `OSError` if a file cannot be written.
         """
@@ -429,7 +429,7 @@ def _parse(content: bytes):
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return `prompt` followed by the text of `tokens`, the token IDs that continue it.
+    """Return `prompt` followed by the decoded `tokens`, which continue it.
 
     Raises `UsageError` if the tokenizer cannot encode the prompt.
     """

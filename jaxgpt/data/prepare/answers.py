@@ -18,7 +18,7 @@ def encode_answers(
     separately, because at inference the model sees only the prompt. The tokens are the same as for
     the whole text, unless a token would cross the start or end of an answer. In that case, the text
     is split there before it is tokenized. There must be at least one document, all documents must
-    have answers, and their `has_special` must be the same. Raises `UsageError` if a character is
+    have answers, and all must have the same `has_special`. Raises `UsageError` if a character is
     not in the vocabulary.
     """
     cuts = [_cuts(document) for document in documents]
@@ -36,7 +36,7 @@ def encode_answers(
 
 
 def _cuts(document: LineDocument) -> list[int]:
-    """Return the end of each part of a text: the answers, and the text between them."""
+    """Return the end of each part of a text; the parts are the answers and the text in between."""
     return sorted({*itertools.chain(*document.answers), len(document.text)} - {0})
 
 
@@ -48,7 +48,7 @@ def _parts(
     for end, ids in zip(ends, encoded, strict=True):
         if start:
             (ids,) = tokenizer.encode_batch([document.text[start:end]], document.has_special)
-        if not np.array_equal(ids[: before.size], before):  # a token crosses the cut
+        if not np.array_equal(ids[: before.size], before):  # a token crosses the boundary
             start, before = cut, before[:0]
             (ids,) = tokenizer.encode_batch([document.text[start:end]], document.has_special)
         out.append(ids[before.size :])

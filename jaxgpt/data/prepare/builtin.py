@@ -78,10 +78,10 @@ def prepare_text(
         chat_template: file with a chat template; the default is the tokenizer's own template.
         val_share: share of the data to use for validation; the defaults are in `corpus.py`.
             Megatron data is not split.
-        split: puts all text into this split; None divides it.
+        split: split to put all text into; by default, the text is divided.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, as in `load_tokenizer`.
-        pool: processes that tokenize files; None tokenizes them one after another.
+        pool: processes that tokenize files; by default, this process tokenizes them.
 
     Raises:
         UsageError: if an option or the input is invalid.

@@ -104,7 +104,7 @@ def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
-    """Return the template in the file `given`, else the tokenizer's own, else None.
+    """Return the template in the file `given`, or the tokenizer's own, or None if there is neither.
 
     The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the
     `chat_template` field of tokenizer_config.json. If that field has several templates, the one

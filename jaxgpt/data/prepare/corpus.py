@@ -1,4 +1,4 @@
-"""Conversion of a corpus to a dataset of nanoGPT or Megatron-LM."""
+"""Conversion of a corpus to a dataset in nanoGPT's or Megatron-LM's format."""
 
 import itertools
 import os
@@ -31,8 +31,8 @@ class Corpus:
 
     files: list[Path]
     lines: LineFormat  # the format of JSON lines and of rows of Parquet files
-    val_share: float | None = None  # None uses a default
-    split: str | None = None  # puts all text into this split; None divides it
+    val_share: float | None = None  # if None, a default applies
+    split: str | None = None  # the split for all text; if None, the text is divided
 
     @property
     def is_text(self) -> bool:
@@ -40,7 +40,7 @@ class Corpus:
         return all(kind(path) is TEXT for path in self.files)
 
     def divided(self, pool: Executor | None) -> list[InputFile]:
-        """Return the input files, each with the rule that divides it into splits.
+        """Return the input files, each with the rule for dividing it into splits.
 
         If `split` is set, no file is divided. Otherwise, if all files are text, their text is
         divided at one character; the processes of `pool` count the characters. In all other cases,
@@ -62,7 +62,7 @@ class Corpus:
 
 
 class Prepared(NamedTuple):
-    """A dataset that was written."""
+    """Result of `write_nanogpt` or `write_megatron`."""
 
     tokenizer: Tokenizer
     tokens: dict[str, int]  # number of tokens in each split
@@ -72,10 +72,10 @@ class Prepared(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The parts of the splits, after the files were tokenized."""
+    """Rule that forms the splits of a dataset from the splits of its parts."""
 
-    joined: dict[str, tuple[str, ...]]  # for each split, the splits of the parts that form it
-    cut: float | None  # share of "train" to move to "val"
+    joined: dict[str, tuple[str, ...]]  # split -> the part splits to concatenate
+    cut: float | None  # fraction of "train" to move to "val"
     description: str
 
 
@@ -111,7 +111,7 @@ def write_nanogpt(
     with parts_folder(directory) as folder:
         parts = write_parts(corpus.divided(pool), tokenizer, dtype, folder, pool)
         division = _divide(corpus, parts)
-        spare = {  # no end-of-text token follows the last document of a split
+        spare = {  # drop the end-of-text token after a split's last document
             split: int(tokenizer.end_of_text is not None and _has_ended(parts, names))
             for split, names in division.joined.items()
         }
@@ -124,7 +124,7 @@ def write_nanogpt(
             tokens["train"] = int(whole * (1 - division.cut))
             tokens["val"] = whole - tokens["train"]
         if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
-            shutil.rmtree(folder)  # the user must change the input or the division
+            shutil.rmtree(folder)  # useless, because the input or the split must change
             raise UsageError(
                 f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
                 f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"
@@ -147,7 +147,10 @@ def write_nanogpt(
 
 
 def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
-    """Decide on the splits of a dataset, given the parts of `Corpus.divided`."""
+    """Return the rule that forms the splits of a dataset from its parts.
+
+    The parts must be those of the files in `Corpus.divided`.
+    """
     if corpus.split is not None:
         rest = "; runs validate on its end (data.val_share)" if corpus.split == "train" else ""
         said = f"all text is in {corpus.split}.bin{rest}"
@@ -171,18 +174,18 @@ def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
 
 
 def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
-    """Return the number of tokens in splits of the parts."""
+    """Return the total number of tokens in the given splits of all parts."""
     return sum(part.tokens.get(split, 0) for part in parts for split in splits)
 
 
 def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
-    """Return whether a document ends where the joined splits of the parts end."""
+    """Return whether the given splits, joined over all parts, end with a complete document."""
     ends = [part.ends[split] for part in parts for split in splits if split in part.ends]
     return bool(ends and ends[-1])
 
 
 def _move_tail(path: Path, tail: Path, start: int) -> None:
-    """Move the bytes of a file from `start` on to a new file."""
+    """Move the end of a file, from byte `start` on, to the new file `tail`."""
     with open(path, "r+b") as source, open(tail, "wb") as target:
         source.seek(start)
         shutil.copyfileobj(source, target, 1 << 24)

@@ -14,13 +14,13 @@ from jaxgpt.config import UsageError, in_words
 TEXT = (".txt", ".text", ".md")
 JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
-_BLOCK = 1 << 16  # number of bytes of a text file to read (and usually encode) at once
+_BLOCK = 1 << 16  # bytes of a text file to read, and usually encode, at a time
 
-Advance = Callable[[int], object]  # called with the number of bytes that were read
+Advance = Callable[[int], object]  # called with the number of bytes read
 
 
 def kind(path: Path) -> tuple[str, ...]:
-    """Return the suffixes of a file's kind: `JSON`, `PARQUET` or, for any other suffix, `TEXT`."""
+    """Return a file's kind, a tuple of suffixes: `JSON`, `PARQUET` or, for any other, `TEXT`."""
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     return next((found for found in (JSON, PARQUET) if suffix in found), TEXT)
 
@@ -78,7 +78,7 @@ def _belongs(path: Path) -> bool:
 
 
 class _CountingFile(io.FileIO):
-    """A file that reports the number of bytes that were read."""
+    """A file that reports how many bytes each read returns."""
 
     def __init__(self, path: Path, advance: Advance):
         super().__init__(path)
@@ -95,7 +95,7 @@ def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
     """Open a file for reading, and decompress it if its name ends in .gz.
 
     `advance` is called with the number of bytes read from the file, before decompression. Raises
-    `UsageError` if the file cannot be opened, or if reading it in the block fails.
+    `UsageError` if the file cannot be opened, or if reading it inside the `with` block fails.
     """
     try:
         with io.BufferedReader(_CountingFile(path, advance)) as file:
@@ -129,7 +129,7 @@ def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]
 
 
 def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of the lines of a file that are not blank; numbers start at 1.
+    """Yield (number, line) for each line of a file that is not blank; numbers start at 1.
 
     Raises `UsageError` if the file cannot be read.
     """
@@ -142,12 +142,12 @@ def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
 def read_rows(
     path: Path, columns: Iterable[str], advance: Advance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, values by column) of the rows of a Parquet file; numbers start at 1.
+    """Yield (number, values by column) for each row of a Parquet file; numbers start at 1.
 
-    Only `columns` are read, and columns that the file does not have are left out.
+    Only `columns` are read. Those that the file lacks are left out.
 
     Raises:
-        UsageError: if pyarrow is not installed, if the file cannot be read, or if it lacks all of
+        UsageError: if pyarrow is not installed, if the file cannot be read, or if it has none of
             the columns.
     """
     try:
@@ -184,6 +184,6 @@ def read_rows(
 def count_characters(path: Path) -> int:
     """Return the number of characters in a text file.
 
-    Raises `UsageError` as `read_text` does.
+    Raises `UsageError` like `read_text`.
     """
     return sum(map(len, read_text(path)))

@@ -64,9 +64,9 @@ class LineReader:
         return self.read_value(value, where, line)
 
     def read_value(self, value: Any, where: str, shown: object = None) -> LineDocument:
-        """Return the document in a parsed line or in a row, as `read` does.
+        """Return the document in a parsed line or in a row, like `read`.
 
-        Error messages show the start of `shown`, or of `value` if that is None.
+        Error messages show the start of `shown` or, if it is None, of `value`.
         """
         try:
             fields = self._fields(value, where)
@@ -146,7 +146,7 @@ class LineReader:
 
 
 def _check_messages(messages: list[Any]) -> None:
-    """Raise `ValueError` if a message is invalid or none is from the assistant."""
+    """Raise `ValueError` if a message is invalid or no message is from the assistant."""
     for number, message in enumerate(messages, 1):
         is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_message or "role" not in message:

@@ -1,7 +1,7 @@
 """The parts of a dataset: the tokens of one large input file, or of several small ones.
 
-Processes write different parts at the same time, and a part appears on disk only when it is
-complete. If a command is killed, its complete parts stay, and the same command reuses them.
+Processes write different parts in parallel, and a part appears on disk only when it is complete. If
+a command is killed, its completed parts stay, and the same command reuses them.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from jaxgpt.data.tokenizers import Tokenizer
 
 _UNFINISHED = "unfinished-"
 _FACTS = "part.json"  # the fields of `Part` after `folder`
-_VERSION = 1  # of the content of parts
-_PART = 1 << 26  # approximate number of bytes of small files to put into one part
+_VERSION = 1  # format version of the parts
+_PART = 1 << 26  # approximate number of bytes of small files per part
 
 
 class Part(NamedTuple):
@@ -52,14 +52,14 @@ class Part(NamedTuple):
 def parts_folder(directory: Path) -> Iterator[Path]:
     """Yield a folder for the parts of a dataset, and delete it when the block ends.
 
-    If an exception leaves the block, complete parts are kept. If there are none, the folder is
+    If the block raises an exception, completed parts are kept. If there are none, the folder is
     deleted, and so is `directory` if it is new and empty. Raises `OSError` if `directory` cannot be
     written.
     """
     is_new = not directory.exists()
     folder = directory / PARTS
     folder.mkdir(parents=True, exist_ok=True)
-    _delete_unfinished(folder)  # by a command that was killed
+    _delete_unfinished(folder)  # left by a command that was killed
     try:
         yield folder
     except BaseException:
@@ -85,14 +85,14 @@ def write_parts(
 ) -> list[Part]:
     """Tokenize the files that have no part yet, and return all parts in the order of the files.
 
-    This process and those of the pool write parts at the same time. A progress bar on standard
-    error shows the rate and the time left.
+    This process and those of the pool write parts in parallel. A progress bar on standard error
+    shows the rate and the time left.
 
     Args:
         files: at least one file.
         dtype: integer type of the token IDs in the parts.
         folder: the result of `parts_folder`.
-        pool: other processes; None if there are no others.
+        pool: the other processes, or None if there are none.
 
     Raises:
         UsageError: if a file cannot be read or encoded, or only some files have answers.
@@ -103,7 +103,7 @@ def write_parts(
     common = _common_facts(files[0], tokenizer, dtype)
     tasks = [(group, tokenizer, dtype, folder / _key(group, common)) for group in groups]
     parts: list[Part | None] = [None] * len(groups)
-    first: dict[bool, int] = {}  # has_mask -> the first part found to have or lack a mask
+    first: dict[bool, int] = {}  # has_mask -> number of the first part with this value
 
     def add(number: int, part: Part) -> None:
         parts[number] = part
@@ -166,11 +166,10 @@ def _write_part(
     folder: Path,
     advance: Advance = lambda size: None,
 ) -> Part:
-    """Tokenize files into `folder`, which appears when it is complete.
+    """Tokenize files into `folder`, which does not appear until it is complete.
 
-    `advance` is called with the number of bytes that were read. Raises `UsageError` if a file
-    cannot be read or encoded, or only some documents have answers, and `OSError` if the part cannot
-    be written.
+    `advance` is called with the number of bytes read. Raises `UsageError` if a file cannot be read
+    or encoded, or only some documents have answers, and `OSError` if the part cannot be written.
     """
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_UNFINISHED))
     tokens: dict[str, int] = {}
@@ -225,14 +224,14 @@ def _read(folder: Path) -> Part:
 
 
 def _common_facts(file: InputFile, tokenizer: Tokenizer, dtype: np.dtype) -> list[Any]:
-    """Return the settings that affect all parts; `file` is any file of the corpus."""
+    """Return the settings that affect every part; `file` is any file of the corpus."""
     templates = template_files(file.lines.tokenizer, file.lines.chat_template)
     hashes = [hashlib.sha256(t.read_bytes()).hexdigest() for t in templates if t.is_file()]
     return [_VERSION, file.val_share, file.lines.key, tokenizer.to_meta(), dtype.name, hashes]
 
 
 def _key(group: Sequence[InputFile], common: list[Any]) -> str:
-    """Return a name that identifies the content of files and all settings that affect the part."""
+    """Return a name derived from the files of a part and all settings that affect it."""
     facts = [common]
     for file in group:
         found = file.path.stat()

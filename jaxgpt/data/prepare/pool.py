@@ -23,11 +23,11 @@ class Workers(NamedTuple):
 
 @contextlib.contextmanager
 def job_workers(threads: int | None) -> Iterator[Workers]:
-    """Connect the processes of a job: process 0 gets a pool, and the others work until it ends.
+    """Connect the processes of a job: process 0 gets a pool, and the others are its workers.
 
-    In the other processes, the block starts when their work is done. An exception in the block of
-    process 0 ends the job at once. The tokenizers use `threads` threads in each process; None
-    divides the CPUs of a host among its processes.
+    In the other processes, the block starts when process 0 has left its block. An exception in the
+    block of process 0 terminates the job at once. The tokenizers use `threads` threads in each
+    process; by default, the processes of a host share its CPUs evenly.
 
     Raises:
         UsageError: if several processes were started without MPI, or MPI cannot be used.
@@ -50,7 +50,8 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
         return
     from mpi4py.futures import MPICommExecutor
 
-    # The pool cannot end while a process is in the middle of a file, so do not wait for it.
+    # The pool cannot shut down while a process is in the middle of a file, so a signal does not
+    # wait for it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     host = world.Split_type(MPI.COMM_TYPE_SHARED)

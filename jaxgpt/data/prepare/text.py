@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the corpus: text, which is one document, or one document per line or row."""
+    """A file of the corpus: a text file is one document; other files have one per line or row."""
 
     path: Path
     lines: LineFormat  # the format of JSON lines and rows
@@ -47,7 +47,7 @@ class InputFile:
     n_train: int | None = None  # only the first characters of a text are for training; None: all
 
     def chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
-        """Yield the text of the file in order, and call `advance` for the bytes that are read.
+        """Yield the text of the file in order, calling `advance` with the number of bytes read.
 
         Empty documents are left out.
 
@@ -83,7 +83,7 @@ class InputFile:
 
     def _text_chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
         n_train, split, text = self.n_train, None, ""
-        if n_train is None:  # the whole text is in one split
+        if n_train is None:  # the whole text goes to one split
             n_train = sys.maxsize if self._draw_split(read_text(self.path)) == "train" else 0
         for block in read_text(self.path, advance):
             for part_split, part in ("train", block[:n_train]), ("val", block[n_train:]):
@@ -110,7 +110,7 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file.
 
-    Raises `UsageError` as `InputFile.chunks` does.
+    Raises `UsageError` like `InputFile.chunks`.
     """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):

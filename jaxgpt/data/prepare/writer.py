@@ -21,7 +21,7 @@ _LONGEST = 2**31 - 1  # largest length of a document in a Megatron-LM .idx file,
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of a nanoGPT file: uint16 if it can hold every token ID, or else uint32."""
+    """Return the dtype of a nanoGPT file: uint16 if it can hold every token ID, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -111,8 +111,8 @@ def megatron_writer(
 
     The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
     `UsageError` if a token ID does not fit into `dtype`, which must be one of `CODES`. Both files
-    appear when the block ends; the last document must have ended by then. Raises `OSError` if a
-    file cannot be written, and `UsageError` as `write_index` does.
+    appear when the block ends. By then, the last document must be complete. Raises `OSError` if a
+    file cannot be written, and `UsageError` like `write_index`.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document
