@@ -91,8 +91,8 @@ def main(argv: list[str] | None = None) -> None:
 def run_lm_eval(argv: list[str]) -> None:
     """Run EleutherAI's lm_eval with jaxgpt models and its command-line options `argv`.
 
-    This replaces sys.argv. Invalid options end the process. Raises `UsageError` if lm_eval is not
-    installed or `JaxGPT` raises it.
+    This replaces sys.argv. Invalid options terminate the process. Raises `UsageError` if lm_eval is
+    not installed, and for the same reasons as `JaxGPT`.
     """
     try:
         import lm_eval  # noqa: F401
@@ -110,11 +110,11 @@ def run_lm_eval(argv: list[str]) -> None:
 def input_folder(
     arguments: argparse.Namespace, settings: list[str], run: Path, cluster: ProcessGroup
 ) -> Iterator[list[str]]:
-    """Yield the settings, with data.path set to a temporary folder of tokens for --input.
+    """Yield `settings`. With --input, data.path is set to a temporary folder of its tokens.
 
     All processes must call this. The first process of each host tokenizes the text with the run's
     tokenizer or data.tokenizer. Raises `UsageError` if the tokenizer is unknown, if the text cannot
-    be tokenized, or if `settings` name data, too.
+    be tokenized, or if `settings` select data, too.
     """
     if arguments.input is None:
         yield settings

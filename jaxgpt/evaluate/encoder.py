@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jaxgpt.convert.safetensors import read_json
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
 
-# transformers saves a tokenizer's settings in these files, in the folder of the weights. If both
-# files have a setting, the first file takes precedence.
+# transformers saves a tokenizer's settings in these files, in the folder of the weights. If a
+# setting is in both files, the first file takes precedence.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -24,7 +24,7 @@ class Encoder(NamedTuple):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token IDs of a text, by default with the special tokens around it.
 
-        Raises `UsageError` as `Tokenizer.encode` does.
+        Raises `UsageError` like `Tokenizer.encode`.
         """
         tokens = self.tokenizer.encode(text).tolist()
         return [*self.before, *tokens, *self.after] if add_special_tokens else tokens
@@ -52,7 +52,7 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
 
 
 def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
-    """Return the ID of a token, given by name or in a dictionary; None if it is unknown."""
+    """Return the ID of a token given as a name or a dictionary, or None if it is unknown."""
     name = given.get("content") if isinstance(given, dict) else given
     return tokenizer.vocabulary().get(name) if isinstance(name, str) else None
 

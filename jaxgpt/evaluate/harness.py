@@ -15,7 +15,7 @@ from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
 DEFAULT_BATCH = 16
-GENERATED_AT_ONCE = 32  # tokens to generate between checks for the end of the text
+GENERATED_AT_ONCE = 32  # number of tokens to generate before checking for the end of the text
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 NEUTRAL = {"num_beams": (None, 1)}  # values without effect
 
@@ -76,8 +76,8 @@ class JaxGPT(TemplateLM):
             trained = find_trained(folder, step, mesh, dtype, (), longest)
             if trained.tokenizer is None:
                 raise UsageError(
-                    f"run={run}: has no tokenizer, which lm_eval tasks need; set data.tokenizer in "
-                    "training, or import the weights with --tokenizer"
+                    f"run={run}: has no tokenizer, which lm_eval tasks need; set data.tokenizer "
+                    "when training, or import the weights with --tokenizer"
                 )
             self._encoder = encoder_of(folder, trained.tokenizer)
             self._model = Model(trained, size, cluster)
@@ -89,7 +89,7 @@ class JaxGPT(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """ID of the token to put before a text without context."""
+        """ID of the token that precedes a text without context."""
         return self._encoder.prefix
 
     @property
@@ -102,7 +102,7 @@ class JaxGPT(TemplateLM):
     ) -> list[int]:
         """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`.
 
-        Raises `UsageError` as `Encoder.encode` does.
+        Raises `UsageError` like `Encoder.encode`.
         """
         return self._encoder.encode(string, add_special_tokens is not False)
 
@@ -128,8 +128,8 @@ class JaxGPT(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each text in nats. Each token is predicted once.
 
-        A text begins after `prefix_token_id`, and is split into windows of at most `max_length`.
-        Raises `UsageError` as `tok_encode` does.
+        `prefix_token_id` precedes each text, which is split into windows of at most `max_length`
+        tokens. Raises `UsageError` like `tok_encode`.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]

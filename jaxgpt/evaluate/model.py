@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
-IN_FLIGHT = 2  # number of batches in flight on the devices while the host reads results
-TOKENS_AT_ONCE = 16  # tokens to generate between checks for the end of every text
+IN_FLIGHT = 2  # number of batches in flight while the host reads results
+TOKENS_AT_ONCE = 16  # tokens to generate before checking whether every text has ended
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Trained:
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a run directory. For a transformers model, it is temporary and holds its weights.
+    """Yield a run directory. For a transformers model, it is temporary.
 
     A transformers model is given as hf:FOLDER, or as a folder with a config.json and without
-    checkpoints. All processes must call this. The first process of each host converts the weights.
-    Raises `UsageError` if no file can have this name, or if the transformers folder cannot be
-    converted.
+    checkpoints. All processes must call this. The first process of each host converts the weights
+    and writes them to the temporary directory. Raises `UsageError` if no file can have this name,
+    or if the transformers folder cannot be converted.
     """
     if not where.startswith(TRANSFORMERS):
         given = Path(expand_user(where))
@@ -83,7 +83,7 @@ def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup)
     """Yield a temporary folder `name` that the first process of each host creates with `write`.
 
     Each host has its own, because hosts may not share temporary folders. All processes must call
-    this. Raises `UsageError` on all of them if `write` raises one.
+    this. If `write` raises `UsageError` on any process, all of them raise it.
     """
     with contextlib.ExitStack() as at_end:
 
@@ -111,15 +111,15 @@ def find_trained(
 
     Args:
         where: run directory.
-        step: step of the checkpoint; None selects the newest.
+        step: step of the checkpoint; default the newest.
         mesh: value of `parallel.mesh` for the evaluation.
-        dtype: dtype of the computation; None uses the run's.
+        dtype: dtype of the computation; default the run's.
         settings: data settings, "data.KEY=VALUE", that replace the run's.
-        block_size: length T of the longest row; None uses the model's.
+        block_size: length T of the longest row; default the model's.
 
-    Raises `UsageError` if there is no such checkpoint, its metadata is damaged, its tokenizer.json
-    is missing or has changed, the mesh does not fit the model, a setting is not a valid data
-    setting, or block_size is larger than the model's.
+    Raises `UsageError` if there is no such checkpoint, if its metadata is damaged, if its
+    tokenizer.json is missing or has changed, if the mesh does not fit the model, if a setting is
+    not a valid data setting, or if block_size is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -143,7 +143,7 @@ def find_trained(
 
 
 def without_training(config: Config) -> Config:
-    """Return a configuration without dropout and gradient accumulation."""
+    """Return a configuration without dropout or gradient accumulation."""
     return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=1)
 
 
@@ -172,7 +172,8 @@ class Model:
             batch_size: number of rows to score at once. It is rounded up to a multiple of the
                 number of devices that the batch is sharded over.
             cluster: the processes of the job.
-            params: the parameters, if they are already on the mesh; None loads the checkpoint.
+            params: the parameters, if they are already on the mesh; otherwise, the checkpoint is
+                loaded.
 
         Raises `UsageError` if the mesh does not fit the devices, or if the checkpoint is damaged or
         cannot be read.
@@ -232,12 +233,12 @@ class Model:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 
         Losses are float32 in nats, and tokens are int32 IDs. Both have the shape (T,), where T is
-        `rows.length`, and element i is for token i + 1 of the row. Losses after the end of a row
-        are 0. With GPT-2's vocabulary on a CPU, `with_likeliest` takes 28% more time (JAX 0.10.2,
+        `rows.length`. Element i is for token i + 1 of the row. Losses after the end of a row are 0.
+        With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
         """
         in_flight: deque[tuple[int, Any]] = deque()
-        show = None if self._cluster.is_main else True  # None shows progress only on a terminal
+        show = None if self._cluster.is_main else True  # if None, only on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
         with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
             for first in itertools.count(0, self.batch_size):
@@ -341,10 +342,10 @@ class Model:
         min_p: float | None = None,
         stop: Sequence[str] = (),
     ) -> str:
-        """Return a prompt and generated text that continues it. See `generate_tokens`.
+        """Return a prompt followed by generated text. See `generate_tokens`.
 
-        The text ends before the first of the `stop` strings in the new text. An empty prompt stands
-        for the end-of-text token or, without one, token 0. Raises `UsageError` if the model has no
+        The new text is cut before the first `stop` string in it. An empty prompt stands for the
+        end-of-text token or, without one, token 0. Raises `UsageError` if the model has no
         tokenizer, or if the tokenizer cannot encode the prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
@@ -370,15 +371,15 @@ class Model:
             sampling: how each token is chosen.
             seeds: a random seed for each prompt.
             stop: strings that end a text; see `generate`.
-            at_once: number of tokens to generate between two yields. None generates all of them, or
-                checks for the end of every text from time to time if there are stop strings.
+            at_once: number of tokens to generate between two yields; by default, all of them, or
+                `TOKENS_AT_ONCE` if there are stop strings.
 
-        Raises `UsageError` as `generate` does.
+        Raises `UsageError` like `generate`.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise UsageError(
-                f"{self.trained.where}: has no tokenizer; set data.tokenizer in training, import "
+                f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
                 "the weights with --tokenizer, or use generate_tokens"
             )
         if isinstance(stop, str) or "" in stop:
@@ -414,9 +415,10 @@ class Model:
         Args:
             tokens: IDs of the prompt, at least one. Only the last `block_size` are used.
             temperature: sampling temperature; 0 always takes the most likely token.
-            top_k: sample only from the `top_k` most likely tokens; None samples from all.
+            top_k: sample only from the `top_k` most likely tokens; by default, from all.
             seed: random seed.
-            top_p: sample only from the most likely tokens whose total probability reaches `top_p`.
+            top_p: sample only from the smallest set of most likely tokens whose total probability
+                reaches `top_p`.
             min_p: sample only from tokens that are at least `min_p` times as likely as the most
                 likely one.
 
@@ -437,7 +439,8 @@ class Model:
     ) -> Iterator[np.ndarray]:
         """Yield generated tokens that continue several prompts: int32 (B, N), N at most `at_once`.
 
-        Stop iterating when every text has ended. See `stream` and `generate_tokens`.
+        The caller should stop iterating when every text has ended. See `stream` and
+        `generate_tokens`.
         """
         sampling.check()
         if n_tokens < 1 or at_once < 1:
@@ -483,7 +486,7 @@ class Model:
 def over_texts(
     function: Callable[..., Any], n_texts: int, in_axes: tuple[int | None, ...]
 ) -> Callable[..., Any]:
-    """Return `jax.vmap(function, in_axes)`. A single text runs without it, which is faster."""
+    """Return `jax.vmap(function, in_axes)`. A single text runs without vmap, which is faster."""
     import jax
 
     if n_texts > 1:
@@ -500,7 +503,7 @@ def over_texts(
 
 
 class Pair(NamedTuple):
-    """Token IDs of a context and of the text that follows it."""
+    """Token IDs of a context and of its continuation."""
 
     context: list[int]
     continuation: list[int]

@@ -21,7 +21,7 @@ from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
 ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; its tokenizer is compared later
-ALL = "all"  # the name of all splits together
+ALL = "all"  # name that stands for all splits
 CHUNK_TOKENS = 2**20  # tokens to read and check at a time
 
 
@@ -62,9 +62,9 @@ class Loss:
 class Windows:
     """Rows that predict each token of a text, except the first, exactly once.
 
-    `stride` must be from 1 to `block_size`. Rows start `stride` tokens apart. The first row that
-    contains a token predicts it. Outside the first row, every predicted token has a context of at
-    least block_size - stride tokens.
+    `stride` must be from 1 to `block_size`. Rows start `stride` tokens apart. A token is predicted
+    in the first row that contains it. Outside the first row, every predicted token has a context of
+    at least block_size - stride tokens.
     """
 
     n_tokens: int
@@ -89,7 +89,7 @@ class Split:
     """An opened split of a dataset, and its division into rows."""
 
     dataset: Dataset
-    name: str  # of a split, or `ALL`
+    name: str  # name of a split, or `ALL`
     trained: Trained  # its config has the end-of-text token of this data, for data.document_mask
     tokenizer: Tokenizer | None
     windows: tuple[Windows, ...]  # one for each text
@@ -128,7 +128,10 @@ class Split:
         return total - self.tokenizer.count_bytes(first)
 
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
-        """Raise `UsageError` if one of `tokens`, which may not be empty, is not the tokenizer's."""
+        """Raise `UsageError` if any of `tokens` is not in the tokenizer's vocabulary.
+
+        `tokens` must not be empty.
+        """
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UsageError(
                 f"{self.dataset.sources[0].entry.key}: contains token {tokens.max()}, but the "
@@ -151,10 +154,11 @@ class Split:
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`, or all its tokens if `name` is `ALL`.
 
-    `stride` is the number of tokens between the starts of rows; None means `trained.block_size`.
-    Raises `UsageError` if the data is missing, damaged or too short, its tokenizer differs from the
-    model's and data.accept_changes is not set, the weights were imported and no data is given, the
-    end-of-text token for data.document_mask is unknown, or the stride is larger than a row.
+    `stride` is the number of tokens between the starts of rows, by default `trained.block_size`.
+    Raises `UsageError` if the data is missing, damaged or too short, if its tokenizer differs from
+    the model's and data.accept_changes is not set, if the weights were imported and no data is
+    given, if the end-of-text token for data.document_mask is unknown, or if the stride is larger
+    than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
@@ -229,8 +233,9 @@ def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
     """Return the loss of each corpus by name, summed in float64 on the host.
 
-    Losses are summed in text order, whatever the batch size and mesh. `n_bytes` is the result of
-    `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file cannot be read.
+    Losses are summed in text order, regardless of the batch size and the mesh. `n_bytes` is the
+    result of `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file
+    cannot be read.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)
