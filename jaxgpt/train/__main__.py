@@ -119,10 +119,10 @@ def _earlier_saves(run: Run) -> list[dict[str, Any]]:
 
 
 def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return how many seconds to wait for all processes to join, and the hang watchdog's limit.
+    """Return how many seconds to wait for all processes to join, and the hang watchdog's timeout.
 
-    The limit is None if train.hang_timeout is None. `config` is None if the configuration is
-    invalid; the processes still join, so that all of them exit with the error.
+    The watchdog's timeout is None if train.hang_timeout is None. `config` is None if the
+    configuration is invalid; the processes still join, so that all of them exit with the error.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

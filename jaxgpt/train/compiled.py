@@ -57,7 +57,7 @@ class CompiledFunctions:
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
     n_parameters: tuple[int, int]  # (total, non-embedding), from `count_parameters`
-    warnings: tuple[str, ...]  # where the layout or attention kernel differs from the request
+    warnings: tuple[str, ...]  # if the layout or attention kernel is not as requested
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
     init: Callable[[], TrainState]
@@ -104,10 +104,10 @@ def make_steps(
     """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
-        attend: the attention function; None uses the kernel that model.attention selects.
-        slices: number of slices that a device splits its rows of a microbatch into. None means
-            `choose_n_slices` on CPUs, and 1 on other devices.
-        on_cpu: whether to compile for CPUs; None infers this from the devices in `mesh`.
+        attend: the attention function; by default, the kernel that model.attention selects.
+        slices: number of slices that a device splits its rows of a microbatch into; by default, the
+            result of `choose_n_slices` on CPUs and 1 on other devices.
+        on_cpu: whether to compile for CPUs; by default, inferred from the devices in `mesh`.
         has_masks: whether batches have a weight for each target (`Dataset.has_masks`).
 
     Raises:
@@ -128,11 +128,11 @@ def make_steps(
     attend = attend or KERNELS[kernel].make(setting)
     if slices is None:
         slices = choose_n_slices(config, mesh) if on_cpu else 1
-    # Other kernels keep no scores for the backward pass in the first place.
+    # Other kernels never store the scores for the backward pass.
     recomputes = config.parallel.remat == "attention" and KERNELS[kernel].stores_scores
     trained_attend = without_scores(attend) if recomputes else attend
     model = shard_model(config, mesh, trained_attend, slices, on_cpu)
-    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # these rules shard the most
+    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # they shard the most dims
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(

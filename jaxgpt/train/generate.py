@@ -19,7 +19,7 @@ class Text(NamedTuple):
 
     tokens_S: jax.Array  # int32 (S,): the prompt, the generated tokens, then padding
     n: jax.Array  # int32: number of tokens before the padding
-    caches: Any  # KV caches; the last token is not in them yet
+    caches: Any  # KV caches; they do not include the last token yet
 
 
 class Generator(NamedTuple):
@@ -41,9 +41,9 @@ class Generator(NamedTuple):
     extend: Callable[[Params, Text, jax.Array, Any, Any, Any], Text]
     """(params, text, seed, first, n_cached, end) -> the text with the generated tokens up to `end`.
 
-    Token i of the generated ones is drawn with the key that `seed` and i give, so it does not
-    depend on the number of calls. The first `n_cached` are decoded with the KV cache. That must be
-    all that come before the prompt and its continuation reach model.block_size.
+    Generated token i is drawn with a key derived from `seed` and i, so it does not depend on the
+    number of calls. The first `n_cached` tokens are decoded with the KV cache. They must be all the
+    tokens generated before the prompt and its continuation reach model.block_size.
     """
 
 
@@ -60,7 +60,7 @@ def make_generator(
         make_decoder: params -> (decode function, empty KV cache); see `CompiledFunctions`.
         n_positions: `ModelConfig.n_positions`: block_size with learned positions, None with RoPE.
         vocab_size: vocabulary size of the tokenizer; the model's may be larger.
-        n_tokens: largest number of tokens to generate.
+        n_tokens: maximum number of tokens to generate.
         sampling: how each token is chosen.
     """
 
@@ -88,7 +88,7 @@ def make_generator(
         def recompute_step(carry: Any) -> Any:
             i, text = carry
             context = tokens_1N(text.tokens_S, jnp.maximum(text.n - T, 0), T)
-            # Of several texts, some may still be shorter than T.
+            # In a batch, some texts may still be shorter than T.
             logits_1V, _ = decode(empty_caches, context, 0, jnp.minimum(text.n, T) - 1)
             return i + 1, append(text, i, logits_1V, text.caches)
 
@@ -150,7 +150,7 @@ def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
 
 
 def draw_token(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Draw a token ID (an int32 scalar) as `sampling` says."""
+    """Draw a token ID, an int32 scalar, as specified by `sampling`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_V)
     return jax.random.categorical(key, limit_choice(logits_V, sampling))

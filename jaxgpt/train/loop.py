@@ -62,7 +62,7 @@ def train(
         if run.missing_records:
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
         result = run_with_restarts(run, state, trainer)
-    except UsageError:  # for example, the data has disappeared
+    except UsageError:  # for example, because the data has disappeared
         # Finish the checkpoint that is being saved. With several processes, this is a collective
         # operation that the other processes may never join.
         if cluster.size == 1:
@@ -90,10 +90,10 @@ def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 
 
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train to the end of the run; restart after corruption and after spikes that need a rewind.
+    """Train to the end of the run, restarting after corruption and after spikes that need a rewind.
 
-    All processes call this together. Raises `UsageError` as `run_steps`, `before_spike`,
-    `after_corruption` and `restart_from` do, and `OSError` on process 0 if metrics.jsonl cannot be
+    All processes call this together. Raises `UsageError` like `run_steps`, `before_spike`,
+    `after_corruption` and `restart_from`, and `OSError` on process 0 if metrics.jsonl cannot be
     read. If the run cannot restart, the result has a `failure`.
     """
     result, earlier = run_steps(run, state, trainer), []
@@ -210,7 +210,7 @@ def evaluate_and_sample(
 
     All processes call this together. Raises `UsageError` if the data cannot be read.
     """
-    jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
+    jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in kinds:
             trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}")
@@ -223,9 +223,9 @@ def evaluate_and_sample(
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
-    All processes call this together. Raises `UsageError` as `Checkpoints.save` does.
+    All processes call this together. Raises `UsageError` like `Checkpoints.save`.
     """
-    jax.block_until_ready(state)  # so that the clock counts steps in flight as steps
+    jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("save"):
         meta = {
             **run.checkpoint_meta(trainer.loader, step),

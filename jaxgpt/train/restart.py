@@ -38,7 +38,7 @@ MAX_CORRUPTIONS = 3  # limit per checkpoint; more would suggest a faulty device,
 
 
 class DeviceFailed(Exception):
-    """Raised to end the run, because a device repeatedly produces wrong results."""
+    """Raised to terminate a run because a device repeatedly produces wrong results."""
 
 
 class Job(NamedTuple):
@@ -60,12 +60,12 @@ class Cause(NamedTuple):
 def restart_from(
     checkpoint: int | None, cause: Cause, run: Run, job: Job
 ) -> tuple[Run, TrainState]:
-    """Restore a run and its state from a checkpoint; None restores the state before the first step.
+    """Restore a run and its state from a checkpoint; None means before the first step.
 
-    All processes call this together. If its arrays are damaged, the newest undamaged checkpoint
-    before it is used instead. Nothing is renamed or removed until all processes have restored the
-    state. After that, damaged checkpoints are quarantined, the rewind is committed, and the
-    abandoned steps are dropped from the logs.
+    All processes call this together. If the arrays of the checkpoint are damaged, the newest
+    undamaged checkpoint before it is used instead. Nothing is renamed or removed until all
+    processes have restored the state. After that, damaged checkpoints are quarantined, the rewind
+    is committed, and the abandoned steps are dropped from the logs.
 
     Raises:
         DamagedCheckpoint: there is no undamaged checkpoint, or the checkpoint is damaged and
@@ -115,7 +115,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run as of a checkpoint: its JSON, steps to skip and missing records."""
+    """Return the run with the JSON, the steps to skip and the missing records of a checkpoint."""
 
     def on_process_0() -> dict[str, Any] | None:
         if not cluster.is_main:
@@ -138,7 +138,7 @@ def _as_of(
 
 
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
-    """Return the newest checkpoint before the damaged `checkpoint` whose JSON is undamaged.
+    """Return the newest checkpoint with undamaged JSON that precedes the damaged `checkpoint`.
 
     Return None if there is no such checkpoint, or if checkpoint.on_damage=refuse.
     """
@@ -251,8 +251,8 @@ def after_corruption(
 
     Raises:
         DeviceFailed: the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint.
-        UsageError: all checkpoints are damaged, the newest one is and checkpoint.on_damage=refuse,
-            or the JSON of one cannot be read at the moment.
+        UsageError: all checkpoints are damaged, the newest one is damaged and
+            checkpoint.on_damage=refuse, or the JSON of a checkpoint cannot be read at the moment.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

@@ -52,7 +52,7 @@ _NOT_REPORTED = (
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
 
-    `step` is the checkpoint to resume from, or None at the start of a run, when records are due
+    `step` is the checkpoint to resume from. At the start of a run, it is None, and records are due
     only if train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as
     missing. Raises `OSError` if metrics.jsonl cannot be read.
     """
@@ -155,7 +155,7 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line about the learning rate if the run is longer than its decay, else none."""
+    """Return one log line if the run is longer than the learning-rate decay, else no lines."""
     optimizer, end = config.optimizer, config.train.max_iters
     last = optimizer.lr_decay_iters
     if optimizer.schedule == "constant" or end <= last:
@@ -231,9 +231,9 @@ def prepare_weights(
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
     folder is converted into the run directory, and the tokenizer's files are copied there. In the
     config, train.init_from is absolute, and data.tokenizer is set if only the weights have a
-    tokenizer. Raises `UsageError` if the weights cannot be read, or if the model or, without
-    data.accept_changes, the tokenizer does not match them. Raises `OSError` if the tokenizer's
-    files cannot be copied.
+    tokenizer. Raises `UsageError` if the weights cannot be read, if the model does not match them,
+    or if the tokenizer does not match them and data.accept_changes is not set. Raises `OSError` if
+    the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -254,7 +254,7 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a log line that lists the options that differ from the weights' model, if any.
+    """Return a log line with the options, if any, that differ from those of the weights' model.
 
     Raises `UsageError` if such an option affects the parameter arrays.
     """
@@ -267,7 +267,7 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
             if saved.n_positions and value > saved.n_positions:
                 raise UsageError(
                     f"model.block_size={value}: {key} has {saved.n_positions} learned position "
-                    "embeddings; choose at most that number"
+                    "embeddings; choose at most that many"
                 )
         elif name not in _WITHOUT_ARRAYS:
             raise UsageError(
@@ -284,8 +284,8 @@ def _share_tokenizer(
     """Check that the data and the weights have the same tokenizer; return the config and log lines.
 
     Hugging Face files that accompany the weights are copied into the run directory. If the data has
-    no tokenizer and the weights have one in a file, the run uses the latter. Raises
-    `UsageError` if the tokenizers differ, unless data.accept_changes is set.
+    no tokenizer, but the weights have one in a file, the run uses that one. Raises `UsageError` if
+    the tokenizers differ, unless data.accept_changes is set.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:
@@ -320,12 +320,12 @@ def ranges_to_skip(
 
     The ranges include those that were skipped before the checkpoint. They are flat, as in
     train_range_to_skip: first, last, first, last, ... There is a warning for each range in `asked`
-    that contains steps already trained before the checkpoint. Raises `UsageError` if this version
-    does not know a setting of the checkpoint.
+    that contains steps already trained before the checkpoint. Raises `UsageError` if the checkpoint
+    has a setting that this version does not know.
 
     Args:
         asked: the ranges of train_range_to_skip.
-        rewound: the ranges that the rewinds of the run skip.
+        rewound: the ranges skipped by the rewinds of the run.
         step: the step of the checkpoint; None at the start of a run.
         meta: the JSON of the checkpoint.
     """

@@ -217,7 +217,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
-    """Return what is known about the processes of a start before JAX starts."""
+    """Return the facts about the processes of this start that are known before JAX starts."""
     return {
         "processes": cluster.size,
         "hosts": list(dict.fromkeys(cluster.host_names)),
@@ -229,8 +229,8 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the ranges that this command and earlier ones asked to skip, plus notes for the log.
 
-    `kept` is the config.yaml that earlier commands wrote. The notes say if this file is missing or
-    damaged.
+    `kept` is the config.yaml that earlier commands wrote. A note is added if this file is missing
+    or damaged.
     """
     asked = list(skip_ranges(config))
     try:
@@ -274,7 +274,7 @@ def _with_tokenizer_of_run(
 
 
 def prepare_default_data(data: DataConfig) -> list[str]:
-    """Prepare the default data set `python` if it is needed but missing; return log lines.
+    """Prepare the default dataset `python` if it is needed but missing; return log lines.
 
     Raises `UsageError` if it cannot be prepared.
     """
@@ -319,8 +319,8 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
 
     Some file systems do not support locks. If config.out is None, the directory is a new one,
     runs/<config>-<time>. Raises `UsageError` if the directory is in use by another job, cannot be
-    written, is in the checkpoints folder of a run, or has a folder in place of a file or vice
-    versa.
+    written, is in the checkpoints folder of a run, or contains a folder where a file belongs or
+    vice versa.
     """
     # A run may delete anything in its checkpoints folder, so another run must not write there.
     given = Path(config.out or "").absolute()

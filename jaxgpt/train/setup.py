@@ -61,7 +61,7 @@ def set_up(
         UsageError: a setting is invalid or does not fit the devices or their memory, a checkpoint
             does not fit on the disk, a file of the run cannot be read or written, or the initial
             weights cannot be read.
-        DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
+        DamagedCheckpoint: all checkpoints are damaged, or the newest one is damaged and
             checkpoint.on_damage=refuse.
         OSError: on process 0, if metrics.jsonl cannot be read.
     """

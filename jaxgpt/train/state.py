@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """Return a run's optimizer for unsharded parameters. It does not apply the learning rate.
 
-    model.vocab_size must be set. Raises `UsageError` as `make_optimizer` and `weights` do.
+    model.vocab_size must be set. Raises `UsageError` like `make_optimizer` and `weights`.
     """
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
@@ -50,7 +50,7 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 def init_state(config: Config) -> TrainState:
     """Return the state before the first step, with parameters initialised from train.seed.
 
-    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
+    model.vocab_size must be set. Raises `UsageError` like `optimizer_of`.
     """
     stacked = stacked_in_host if config.parallel.offload == "state" else nnx.vmap
     network = GPT(config.model, stacked=stacked, rngs=nnx.Rngs(params=config.train.seed))
@@ -61,7 +61,7 @@ def state_of(config: Config, params: Params) -> TrainState:
     """Return the state before the first step, with the given parameters.
 
     A learned position-embedding table is truncated to its first model.block_size rows.
-    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
+    model.vocab_size must be set. Raises `UsageError` like `optimizer_of`.
     """
     if "position_embedding" in params:
         w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]
@@ -113,9 +113,8 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
     """Return the JSON that a checkpoint stores about the state, and about where it was computed.
 
-    The keys are `mesh`, `processes`, `jax` and `spike_state`.
-    The state of the spike detector is not among the arrays, because spike.window may change when a
-    run resumes.
+    The keys are `mesh`, `processes`, `jax` and `spike_state`. The state of the spike detector is
+    not among the arrays, because spike.window may change when a run resumes.
     """
     return {
         "mesh": describe(mesh),
@@ -142,8 +141,8 @@ def state_from_checkpoint(
 def restore_state(checkpoints: Checkpoints, step: int, shapes: TrainState) -> TrainState:
     """Return the state that was saved after `step`, with the shapes and shardings of `shapes`.
 
-    All processes call this together. Raises `DamagedCheckpoint` or `UsageError` as
-    `Checkpoints.restore` does.
+    All processes call this together. Raises `DamagedCheckpoint` or `UsageError` like
+    `Checkpoints.restore`.
     """
     return state_from_checkpoint(*checkpoints.restore(step, checkpoint_tree(shapes)), shapes)
 

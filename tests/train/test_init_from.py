@@ -173,7 +173,7 @@ def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypa
             r"model.n_layer=3: the weights of train.init_from=.* have model.n_layer",
         ),
         (["model.bias=False"], "have model.bias=True; use that value, or leave the key out"),
-        (["model.block_size=65"], "has 64 learned position embeddings; choose at most that number"),
+        (["model.block_size=65"], "has 64 learned position embeddings; choose at most that many"),
         (["model.vocab_size=300"], "model.vocab_size=300: the weights of"),
     ],
 )

@@ -11,9 +11,9 @@ WIDTH = 30  # maximum number of bars in a sparkline, so that the line fits 80 co
 
 
 def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
-    """Return a short summary of a run: sparklines, and where its log and its curves are.
+    """Return a short summary of a run: sparklines, and where to find its log and curves.
 
-    `views` are those of the trackers. Raises `OSError` if metrics.jsonl cannot be read.
+    `views` is the result of `Trackers.views`. Raises `OSError` if metrics.jsonl cannot be read.
     """
     rows = [("log", str(directory / "train.log"))]
     rows += [("curves", view) for view in views]
@@ -32,7 +32,7 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a line of at most `WIDTH` bars; each is the mean of a part of `values`."""
+    """Return a line of at most `WIDTH` bars; each shows the mean of a part of `values`."""
     n = min(WIDTH, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]
     parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]

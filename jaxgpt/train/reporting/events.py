@@ -9,7 +9,7 @@ from jaxgpt.train.reporting.stragglers import straggler_line
 
 
 class Event(NamedTuple):
-    """An event at a step. `last` is the last step of a range, and `record` that of a spike."""
+    """An event at a step, or over steps up to `last`. Spikes and rewinds have a `record`."""
 
     kind: str
     step: int
@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
 
 def events(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[Event]:
-    """Return the events in the records of a run, given by kind, sorted by step."""
+    """Return the events of a run, sorted by step. `records` maps each kind to its records."""
     out = []
     for r in records["spike"]:
         text = f"{r['cause']}, action {r['action']}, rows {rows_text(r['rows'])}"
@@ -29,7 +29,7 @@ def events(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[Event]:
         out.append(Event("rewind", r["spike"], r["spike"], text, r))
     for first, last in skipped_ranges(records["train"]):
         out.append(Event("skip", first, last, f"steps {first}-{last}"))
-    # The step that each start of the run began after, newest first.
+    # The step after which each start of the run began, newest first.
     starts = {r.start: r.after for r in reversed(goodput_records(records["goodput"]))}
     texts = [("restart", after, f"after step {after}") for after in [*starts.values()][:-1]]
     texts += [("straggler", r["step"], straggler_line(r)) for r in records["straggler"]]

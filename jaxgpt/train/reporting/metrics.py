@@ -30,7 +30,7 @@ class MetricsBuffer:
         self._is_first = True
 
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
-        """Add the metrics of a step (None if it was skipped), and return the metrics to report now.
+        """Add the metrics of a step (None if it was skipped); return the metrics to report now.
 
         All buffered metrics are returned every train.log_interval steps, after the first step, and
         if `everything` is set. Otherwise, the result is empty, unless the previous step calls for a
@@ -38,7 +38,7 @@ class MetricsBuffer:
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
-                # Start the copy now. Copying many steps at once would delay the next step.
+                # Start copying now, because copying many steps at once would delay the next step.
                 array.copy_to_host_async()
             self._pending.append(StepMetrics(step, metrics))
         settled = len(self._pending) - (metrics is not None)  # all but the running step

@@ -153,7 +153,7 @@ class Reporter:
     def _begin(self) -> None:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
-        self._step_ended = self.clock.spent("step", "data")  # time of the clock after the last step
+        self._step_ended = self.clock.spent("step", "data")  # clock reading after the last step
         self._corpora: dict[int, Any] = {}  # step -> corpora of its rows, until its losses arrive
         # For each step since the last log line: the corpora, losses and weights of its rows.
         self._corpus_rows: list[tuple[Any, Any]] = []
@@ -191,11 +191,11 @@ class Reporter:
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """Report that a step was dispatched, or that it was skipped if `metrics` is None.
+        """Report that a step was dispatched or, if `metrics` is None, that it was skipped.
 
         `known` holds the metrics of this step and earlier ones that have arrived on the host. All
-        processes call this together, because the first call for a step that was not skipped waits
-        for it, gathers the start-up times of all processes and writes startup.json. That raises
+        processes call this together: the first call for a step that was not skipped waits for that
+        step, gathers the start-up times of all processes and writes startup.json. Raises
         `UsageError` on process 0 if the file cannot be written.
         """
         train = self._config.train
@@ -302,8 +302,8 @@ class Reporter:
     def restart(self, run: Run, records: Sequence[Record]) -> None:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
-        The first call opens the trackers instead of rewinding them. `records` are the reasons for
-        the restart. On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be
+        The first call opens the trackers instead of rewinding them. `records` say why the run
+        restarts. On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be
         written, and `OSError` if metrics.jsonl cannot be read.
         """
         self._run, self._config, self._evaluated = run, run.config, None
@@ -365,7 +365,7 @@ class Reporter:
         """Log how the run ended, and close every log.
 
         The losses of the evaluation after `step`, if there was one, are appended to `last_line`.
-        `has_failed` means that the run has neither finished nor stopped with a checkpoint.
+        `has_failed` is True unless the run has finished or has stopped with a checkpoint.
         """
         self._console.end_progress()
         if self._evaluated is not None and self._evaluated.step == step:
@@ -403,7 +403,7 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the numbers of a run's training lines by name; train.log_columns have rank -1.
+    """Return the figures on a run's log lines by name; those in train.log_columns have rank -1.
 
     Raises `UsageError` if train.log_columns contains an unknown name.
     """
