@@ -13,29 +13,29 @@ from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, Block
 from jaxgpt.parallel.sharding import Params
 
-PREFILL_CHUNK = 128  # number of prompt tokens that are processed at a time
+PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the last S positions, for the layers at one place of `layer_pattern`.
+    """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
 
     Position n of the text is stored in slot n mod S, so with rotary positions a text may be longer
-    than S. The dims are in the order that attention's matmuls need. Any other order would require a
+    than S. The dims are in the order that attention's matmuls need; any other order would require a
     copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S), because XLA
-    would copy each layer out of one stacked array.
+    would copy each layer out of a stacked array.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
     v_LGKS: jax.Array | tuple[jax.Array, ...]
-    starts_S: jax.Array  # where the document of each slot's token begins in the text: int32 (S,)
+    starts_S: jax.Array  # for each slot, where its token's document starts: int32 (S,)
 
 
 class Cache(NamedTuple):
     """The KV cache of one text."""
 
     layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
-    # For each of the last block_size positions, in the same slot order, the position at which the
-    # next token's document begins: int32 (block_size,).
+    # For each of the last block_size positions, the start of the document that the next token
+    # belongs to: int32 (block_size,), with slots as in `LayerCache`.
     next_starts_S: jax.Array
 
 
@@ -46,14 +46,14 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
         dtype: dtype of the keys and values.
         scan_layers: whether the layers are scanned; see `LayerCache`.
         tensor: number of devices that share the heads. If it does not divide the number of
-            key-value heads, the cache stores a key-value head for each query head.
+            key-value heads, the cache stores one key-value head per query head.
     """
     G = config.kv_heads if config.kv_heads % tensor == 0 else config.n_head
     pattern, layers = layer_pattern(config), []
     for place, kind in enumerate(pattern):
         L = len(range(place, config.n_layer, len(pattern)))
         S = config.block_size
-        if kind.window is not None:  # a chunk's first query attends to the window before it
+        if kind.window is not None:  # the first query of a chunk sees the window before it
             S = min(S, kind.window + PREFILL_CHUNK)
         zeros_GKS = jnp.zeros((G, config.head_size, S), dtype)
         zeros_LGKS = jnp.stack([zeros_GKS] * L) if scan_layers else (zeros_GKS,) * L
@@ -103,7 +103,7 @@ class CachedAttention:
 
 
 def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = None) -> jax.Array:
-    """Write new values into the slots of their positions, along the last axis of `x_S`.
+    """Write new values to the slots of their positions, along the last axis of `x_S`.
 
     Args:
         x_S: array (..., S), or (L, ..., S) with `layer`.
@@ -131,9 +131,9 @@ def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = N
 
 
 def _slot_positions(S: int, n_read: Any) -> jax.Array:
-    """Return the position that each slot holds after `n_read` tokens: int32 (S,).
+    """Return the position stored in each slot after `n_read` tokens: int32 (S,).
 
-    An empty slot gets the largest int32, a position that no query sees.
+    For an empty slot, it is the largest int32, which no query attends to.
     """
     newest = n_read - 1
     positions_S = newest - (newest - jnp.arange(S)) % S
@@ -184,7 +184,7 @@ def decode_step(
 def _read_documents(
     cache: Cache, is_end_T: jax.Array, positions_T: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """Find the document that each new token belongs to, and record it in the cache.
+    """Find the document that each new token belongs to, and store it in the cache.
 
     Args:
         is_end_T: bool (T,): whether each new token is the last one of its document.

@@ -1,4 +1,4 @@
-"""Transformer layers. They name logical axes and do not depend on the mesh.
+"""Transformer layers, which name logical axes and do not depend on the mesh.
 
 Each weight has metadata: the logical axis of each dim (`logical_axes`), its `role` and, for a
 matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` lists all weights,
@@ -47,7 +47,7 @@ class LayerBuilder:
     ) -> "Linear":
         """Return a column-parallel linear layer, whose outputs are split over `tensor`.
 
-        They are replicated if `tensor` does not divide them.
+        If `tensor` does not divide the outputs, they are replicated.
 
         Args:
             inputs: sizes of the input dims.
@@ -72,8 +72,9 @@ class LayerBuilder:
             axes: logical axes of all dims of the weight, inputs first.
 
         Raises:
-            UsageError: if `tensor` does not divide the first input dim. Each device would then hold
-                all inputs, and the sum over devices would count each input several times.
+            UsageError: if `tensor` does not divide the first input dim. In that case, each device
+                would hold all inputs, and the sum over devices would count each input several
+                times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
@@ -101,11 +102,11 @@ class LayerBuilder:
         )
 
     def rms_norm(self, size: int, axis: str | None) -> RMSNorm:
-        """Return an RMSNorm over the last dim; an `RMSNorm1p` if model.norm=rmsnorm_1p.
+        """Return an RMSNorm over the last dim, or an `RMSNorm1p` if model.norm=rmsnorm_1p.
 
         Args:
             size: size of the last dim.
-            axis: logical axis of the scale; None replicates it.
+            axis: logical axis of the scale; if None, it is replicated.
         """
         norm = RMSNorm1p if self.config.norm == "rmsnorm_1p" else RMSNorm
         return norm(
@@ -119,10 +120,10 @@ class LayerBuilder:
     def dropout(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
         """Apply dropout at the rate model.dropout.
 
-        The mask depends on the row's key and the token's position, and not on the device.
+        The mask depends on the row's key and the token's position, but not on the device.
 
         Args:
-            keys_B: a dropout key for each row; None disables dropout.
+            keys_B: a dropout key for each row; if None, dropout is disabled.
         """
         if keys_B is None:
             return x_BTD
@@ -175,7 +176,7 @@ class LayerKind(NamedTuple):
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Return the pattern of layer kinds that repeats over the depth of the model.
 
-    It has a single entry if all layers are of the same kind.
+    If all layers are of the same kind, it has a single entry.
     """
     everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
     local = everywhere._replace(window=config.sliding_window)

@@ -25,7 +25,7 @@ class TokenScores(NamedTuple):
     """The loss and the most likely token at each position."""
 
     losses_BT: jax.Array  # weighted -log p(target) in nats, float32
-    likeliest_BT: jax.Array  # the token with the largest logit, int32; the lowest ID if tied
+    likeliest_BT: jax.Array  # the token with the largest logit, int32; if tied, the lowest ID
 
 
 class OutputLayer(NamedTuple):
@@ -98,10 +98,10 @@ def loss_parts(
 
     Args:
         chunk: maximum number of tokens to process at a time, so that only their logits are in
-            memory. 0 processes all tokens at once.
+            memory. If 0, all tokens are processed at once.
 
     Returns:
-        `LossParts`, where `rows["loss"]` is the sum of each row. To add metrics of the logits,
+        `LossParts`, where `rows["loss"]` is the sum over each row. To add metrics of the logits,
         extend this function (train/README.md).
     """
 
@@ -178,7 +178,7 @@ def _merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
-    """Return the sum of `loss_of` over P chunks, one after another, and the auxiliary results.
+    """Process P chunks one after another; return the sum of `loss_of` and the auxiliary results.
 
     Each chunk's gradient is computed together with its loss. The logits of only one chunk exist at
     a time, and are computed only once.

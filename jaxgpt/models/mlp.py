@@ -12,8 +12,9 @@ from jaxgpt.config import UsageError
 from jaxgpt.models.layers import LayerBuilder
 
 # Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
-# experts. It is a sum over the row's tokens, and equal on all devices along the `tensor` axis. The
-# step adds its mean over all tokens of the global batch to the mean cross-entropy of the targets.
+# experts. It is a sum over the row's tokens, and is equal on all devices along the `tensor` axis.
+# The step adds its mean over all tokens of the global batch to the mean cross-entropy of the
+# targets.
 AuxLosses = dict[str, jax.Array]
 
 
@@ -37,7 +38,7 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
-        # The backward pass keeps gate and up in the compute dtype, and not the float32 arrays.
+        # For the backward pass, keep gate and up in the compute dtype, not as float32 arrays.
         self.gated = jax.checkpoint(functools.partial(gated, activation), prevent_cse=False)
         self.gate_up = build.column_parallel((D,), (2, F), ("embed", "parts", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))

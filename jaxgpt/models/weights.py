@@ -1,4 +1,4 @@
-"""The name, shape, logical axes and role of every weight. There is no other list of weights."""
+"""The name, shape, logical axes and role of every weight. This is the only list of weights."""
 
 import functools
 import math
@@ -103,7 +103,7 @@ def weights(config: ModelConfig) -> Params:
 def layer_matrices(config: ModelConfig) -> list[Weight]:
     """Return the matrices inside the layers; each is stacked over all layers.
 
-    `config.vocab_size` must be set. Raises `UsageError` as `weights` does.
+    `config.vocab_size` must be set. Raises `UsageError` like `weights`.
     """
     return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
@@ -117,7 +117,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
         equals the number that nanoGPT reports.
 
     Raises:
-        UsageError: as `weights` does.
+        UsageError: for the same reasons as in `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
-    """Estimate the bytes of float32 activations that are kept per row for the backward pass.
+    """Estimate the bytes of float32 activations per row that are kept for the backward pass.
 
     Without remat, a layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv 2205.05198,
     doubled because the paper's activations are 16-bit. P, for the matmuls, is 2 / D times the
