@@ -130,7 +130,7 @@ class Loader:
         return any(first <= step <= last for first, last in self._random_steps)
 
     def read(self, step: int, rows: range) -> np.ndarray:
-        """Return some rows of a step's batch: int32, shape (rows, T+1).
+        """Return the given rows of a step's batch: int32, shape (rows, T+1).
 
         Raises:
             UsageError: if a file cannot be read or a token is outside the vocabulary.
@@ -152,7 +152,7 @@ class Loader:
         return draw.integers(self._vocab_size, size=self._row_length, dtype=np.int32)
 
     def read_weights(self, step: int, rows: range) -> np.ndarray:
-        """Return the loss weight (0 or 1) of each token of some rows: uint8, shape (rows, T+1).
+        """Return the loss weight (0 or 1) of each token of the given rows: uint8, (rows, T+1).
 
         Raises:
             UsageError: if a mask cannot be read or holds a byte other than 0 or 1.

@@ -49,7 +49,7 @@ def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
     The dtype is read from a meta.json in the same folder; without one, it is uint16. Raises
-    `UsageError` if a file is missing or damaged or the mask is not listed in meta.json, and
+    `UsageError` if a file is missing or damaged, or if the mask is not listed in meta.json, and
     `OSError` if a file cannot be read.
     """
     meta = read_meta(path.parent)

@@ -144,7 +144,7 @@ def read_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, values by column) for each row of a Parquet file; numbers start at 1.
 
-    Only `columns` are read. Those that the file lacks are left out.
+    Only `columns` are read; missing columns are left out.
 
     Raises:
         UsageError: if pyarrow is not installed, if the file cannot be read, or if it has none of
@@ -169,8 +169,8 @@ def read_rows(
             wanted = [name for name in columns if name in names]
             if not wanted:
                 raise UsageError(
-                    f"--input {path}: has the columns {', '.join(names)}; choose the column of the "
-                    "text with --jsonl-key NAME"
+                    f"--input {path}: has the columns {', '.join(names)}; choose the text column "
+                    "with --jsonl-key NAME"
                 )
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=wanted):

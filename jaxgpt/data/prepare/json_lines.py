@@ -37,7 +37,7 @@ class LineDocument(NamedTuple):
 
 
 class LineReader:
-    """Reads the lines or rows of a file, which must all be of the same kind."""
+    """Reads the lines or rows of a file. All must be of the same kind."""
 
     def __init__(self, format_: LineFormat):
         self._format = format_

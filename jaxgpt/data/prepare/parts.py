@@ -246,7 +246,7 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
 def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -> None:
     """Concatenate the files SPLIT + `suffix` of all parts, in order, into the file `out`.
 
-    Within a part, the order is that of `splits`. Raises `OSError` if a file cannot be read or
+    Within a part, files are in the order of `splits`. Raises `OSError` if a file cannot be read or
     written.
     """
     with open(out, "wb") as target:

@@ -43,7 +43,7 @@ class InputFile:
 
     path: Path
     lines: LineFormat  # the format of JSON lines and rows
-    val_share: float = 0.0  # probability that a document is drawn for validation
+    val_share: float = 0.0  # probability that a document is selected for validation
     n_train: int | None = None  # only the first characters of a text are for training; None: all
 
     def chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
