@@ -219,8 +219,7 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         Lengths are powers of 2, from `LEAST_LENGTH` up, to limit the number of compilations. They
-        are rounded up, so that they are divisible over the devices that a sequence or its heads are
-        sharded over, and are at most T.
+        are rounded up so that a sequence and its heads can be sharded evenly, and are at most T.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
