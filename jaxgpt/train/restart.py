@@ -60,7 +60,7 @@ class Cause(NamedTuple):
 def restart_from(
     checkpoint: int | None, cause: Cause, run: Run, job: Job
 ) -> tuple[Run, TrainState]:
-    """Restore a run and its state from a checkpoint; None means before the first step.
+    """Restore a run and its state from a checkpoint; if None, start before the first step.
 
     All processes call this together. If the arrays of the checkpoint are damaged, the newest
     undamaged checkpoint before it is used instead. Nothing is renamed or removed until all

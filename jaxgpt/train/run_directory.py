@@ -76,7 +76,7 @@ class Run:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Batch sizes: the checkpoint's up to `resume_step`, then train.batch_size."""
+        """Batch sizes, from the checkpoint up to `resume_step`, and then train.batch_size."""
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
