@@ -117,7 +117,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
         equals the number that nanoGPT reports.
 
     Raises:
-        UsageError: for the same reasons as in `weights`.
+        UsageError: if an option or layer is invalid; see `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
