@@ -1,13 +1,13 @@
 """Sample order within one source: map a sample number to a token offset in O(1).
 
-An epoch divides the tokens into windows of T+1 tokens (the inputs and the next tokens) that start T
-apart, and visits the windows in random order. Each epoch draws a new order and a new phase, which
-shifts all windows. The first and last windows are clipped to the split, so that every epoch covers
-every token.
+An epoch divides the tokens into windows of T+1 tokens, the inputs and their next tokens. Windows
+start T tokens apart and are visited in random order. Each epoch draws a new order and a new phase,
+which shifts all windows. The first and last windows are clipped to the split, so that every epoch
+covers every token.
 
 `permute` gives the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
 visits a window twice for some n, such as 4^8 + 1. `permute` processes a whole block of windows at a
-time, and avoids importing Grain, which takes as long as the rest of a warm start.
+time. It also avoids the import of Grain, which takes as long as the rest of a warm start.
 """
 
 import functools

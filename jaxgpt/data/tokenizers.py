@@ -271,7 +271,7 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers produce the same tokens, even if their files differ.
 
     If two tokenizer.json files differ, their vocabularies and their tokenizations of a test text
-    are compared, which raises `UsageError` if the `tokenizers` package is not installed.
+    are compared. This raises `UsageError` if the `tokenizers` package is not installed.
     """
     if one.to_meta() == other.to_meta():
         return True

@@ -180,9 +180,9 @@ def source_hashes(fingerprints: list[list[str]]) -> list[str]:
 def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     """Return the model options that train.init_from implies, for `parse_args`.
 
-    If the run directory `out` has undamaged checkpoints, return the options of the newest instead,
-    because a resumed run no longer uses its initial weights. Raises `UsageError` if the options
-    cannot be read.
+    If the run directory `out` has undamaged checkpoints, return the options of the newest one
+    instead, because a resumed run no longer uses its initial weights. Raises `UsageError` if the
+    options cannot be read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):

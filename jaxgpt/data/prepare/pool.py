@@ -50,8 +50,8 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
         return
     from mpi4py.futures import MPICommExecutor
 
-    # The pool cannot shut down while a process is in the middle of a file, so a signal does not
-    # wait for it.
+    # The pool cannot shut down while a process is in the middle of a file, so signals must not wait
+    # for it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
