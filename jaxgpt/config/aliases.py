@@ -126,7 +126,7 @@ SETTINGS = {
     ),
 }
 
-# Flags of other programs that change nothing here, whatever their value.
+# Flags of other programs that have no effect here, whatever their value.
 IGNORED = """
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend attention
@@ -149,7 +149,7 @@ IGNORED = """
     trainer.eval_per_device_parallelism
 """
 
-# Flags of other programs -> the values that change nothing here.
+# Flags of other programs -> the values that have no effect here.
 NEUTRAL = {
     "context_parallel_size context_parallel_degree ds_sequence_parallel_size": "1",
     "ici_context_parallelism dcn_context_parallelism": "1",
@@ -164,7 +164,7 @@ NEUTRAL = {
     "backend": "nccl gloo mpi ccl",
 }
 
-# Configurations of other programs that no preset has the name of -> settings.
+# Other programs' configurations whose names are not presets here -> settings.
 CONFIGS = {
     "gpt2_small": "config=gpt2",
     "train_gpt2": "config=gpt2",
@@ -216,8 +216,8 @@ _NEEDS_SCALING = (
     "train.dtype=float32"
 )
 
-# Flags of other programs, or the end of a flag after one of its dots -> what to use instead, or why
-# the flag is ignored.
+# Flags of other programs, or suffixes of such flags after a dot -> what to use instead, or why the
+# flag is ignored.
 KEY_SUGGESTIONS = {
     "epochs num_epochs train_tokens": "use train.max_iters=N, a number of steps",
     _HALVES: _NEEDS_SCALING,
@@ -285,7 +285,7 @@ KEY_SUGGESTIONS = {
     ),
 }
 
-# Flags in KEY_SUGGESTIONS -> settings for the corrected command, if they do not depend on the user.
+# Flags in KEY_SUGGESTIONS -> settings for the corrected command, if only one choice is possible.
 KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 
 # `key=value`, where the value comes from another program -> what to use instead.
@@ -309,7 +309,7 @@ def find(table: dict[str, str], word: str) -> str:
 
 
 def find_end(table: dict[str, str], key: str) -> str:
-    """Return the entry of `find` for a flag, or for the longest part after a dot that has one.
+    """Return the entry for a flag, or for the longest suffix of its dotted name that has an entry.
 
     Returns an empty string if there is none.
     """

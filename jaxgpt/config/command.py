@@ -36,8 +36,8 @@ class CommandParser(argparse.ArgumentParser):
 def file_path(given: str) -> Path:
     """Return an option's value as a path, with ~ expanded; an argparse type.
 
-    Raises `ArgumentTypeError` if the value is empty or cannot be the name of a file, or if no home
-    directory is known for its ~.
+    Raises `ArgumentTypeError` if the value is empty or cannot be the name of a file, or if its ~
+    has no known home directory.
     """
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; give the path of a file or folder")
@@ -54,7 +54,7 @@ def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
     """
 
     def convert(given: str) -> int:
-        # Python does not convert thousands of digits.
+        # By default, Python refuses to convert numbers with thousands of digits.
         if given.isdecimal() and len(given) <= 20 and least <= int(given) < 2**bits:
             return int(given)
         text = f"{given}: must be a whole number, at least {least} and less than 2^{bits}"

@@ -101,5 +101,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text; if it is longer than `most` characters, return that many and `...`."""
+    """Return the text, cut off after `most` characters and followed by `...` if it is longer."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -37,14 +37,14 @@ class MeshShape(dict[str, int]):
     """
 
     def __init__(self, *sizes: int, **by_name: int):
-        """Set sizes by position, in the order of `SHORT_FORM`, or by name. All others are 1."""
+        """Set sizes by position, in the order of `SHORT_FORM`, or by name. Other sizes are 1."""
         given = dict(zip(SHORT_FORM, sizes, strict=False)) | by_name
         assert given.keys() <= AXES.keys(), given
         super().__init__((axis, given.get(axis, 1)) for axis in AXES)
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Return the shape that a text such as `2,1,4` or `data=2,tensor=4` describes.
+        """Parse a shape, such as `2,1,4` or `data=2,tensor=4`.
 
         Raises `ValueError` if the text is malformed, an axis is unknown, or a size is less than 1,
         except that one size may be -1.

@@ -74,9 +74,9 @@ def _print_note(text: str) -> None:
 def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
-    `overrides` are command-line arguments, which are read as by `parse_args` with its defaults.
-    Settings whose values higher layers define, such as `optimizer.name`, are not checked. Raises
-    `UsageError` as `parse_args` does.
+    `overrides` are command-line arguments. `parse_args` parses them with its default options, so
+    settings whose allowed values are defined in higher layers, such as `optimizer.name`, are not
+    checked. Raises `UsageError` like `parse_args`.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -106,24 +106,26 @@ def parse_args(
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
-            `--config`. The default for `--config` is the config.yaml in `--out` if it is readable,
-            or else the result of `saved_settings`, or else a preset: `tiny`, or that of another
-            program if `argv` has its flags. Its key `out` is ignored. Its data sources are ignored
-            if `argv` sets one, and `train.batch_size_per_device` if `argv` sets `train.batch_size`.
-            From `--out`, `data.accept_changes` and `checkpoint.resume` are ignored, too.
+            `--config`. Without `--config`, the settings come from the config.yaml in `--out` if it
+            is readable, otherwise from `saved_settings`, and otherwise from a preset: `tiny`, or
+            another program's preset if `argv` has that program's flags. The file's `out` is
+            ignored. Its data sources are ignored if `argv` sets one, and its
+            `train.batch_size_per_device` is ignored if `argv` sets `train.batch_size`. If the
+            settings come from `--out`, `data.accept_changes` and `checkpoint.resume` are also
+            ignored.
         prog: The name of the command in the text of `--help` and in corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options found in
             the former, by name. They take precedence over the defaults and over a preset, except
             that a preset can reduce model.block_size. They do not take precedence over the user's
             YAML file, the run directory or the command line. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            It is called if `--out` is the default for `--config` and has no readable config.yaml.
-        choices: Allowed values of keys such as `optimizer.name`, which higher layers define, and
-            the keys that each value uses; see `validate.Choices`. None does not check them.
-        note: Called with each remark about flags of other programs and the computed batch size. By
-            default, remarks are printed to stderr.
-        counts_devices_later: Leave `train.batch_size_per_device` as it is if parallel.mesh leaves
-            the number of devices open. By default, this is an error.
+            Called if `--config` is not given and `--out` has no readable config.yaml.
+        choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
+            that each value uses; see `validate.Choices`. If None, they are not checked.
+        note: Called with each remark about another program's flags or about the computed batch
+            size. By default, remarks are printed to stderr.
+        counts_devices_later: If parallel.mesh contains -1, keep `train.batch_size_per_device`. By
+            default, the combination is an error.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
@@ -144,7 +146,7 @@ def parse_args(
     model = {}
     if initial_model is not None and not line.problems:
         model = _initial_model(initial_model, {**values, **given})
-        if model and is_preset:  # the weights replace its model
+        if model and is_preset:  # the weights override its model
             kept = _kept_of_preset(values, model) if "config" in given else set()
             values = {k: v for k, v in values.items() if k in kept or not k.startswith("model.")}
 
@@ -175,8 +177,9 @@ def parse_args(
 def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
     """Return the path and content of the YAML file that a command line overrides.
 
-    If that is the default preset of another program, its settings are added to `line`. An unknown
-    --config is one of the problems if there are others.
+    If that file is the default preset for another program, the program's settings are added to
+    `line`. If there are already other problems, an unknown --config is added to them and no
+    exception is raised.
     """
     given = line.words
     try:
@@ -194,7 +197,7 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
 
 
 def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
-    """Return a configuration without train.batch_size_per_device, computed from the mesh."""
+    """Return the configuration with train.batch_size_per_device converted to train.batch_size."""
     size, shape = config.train.batch_size_per_device, mesh_shape(config)
     if size is None:
         return config
@@ -208,7 +211,7 @@ def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
 
 
 def _error_in(key: str, words: Sequence[str]) -> str:
-    """Return what is wrong with the words of a setting, or an empty string."""
+    """Return the error in the words of a setting, or an empty string."""
     try:
         _value(key, words)
     except UsageError as error:
@@ -236,7 +239,7 @@ def _report(
         build(given)
     except UsageError as error:
         corrected = []
-        if not left_out:  # otherwise, the error may come from leaving something out
+        if not left_out:  # otherwise, leaving something out may have caused the error
             problems.append(str(error))
     problems = _join_same(problems)
     if len(problems) == 1:
@@ -245,7 +248,7 @@ def _report(
 
 
 def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list[str]]:
-    """Return the words of each setting with corrected values, and the arguments to leave out."""
+    """Return the corrected words of each setting, and the arguments to leave out."""
     given, left_out = {}, list(line.left_out)
     for key, words in line.words.items():
         fix = aliases.VALUE_FIXES.get(words[0]) if key in wrong and words else None
@@ -260,12 +263,12 @@ def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list
 def train_command(
     argv: Sequence[str], config: str | None = None, quote: Callable[[str], str] = shlex.quote
 ) -> tuple[str, list[str]]:
-    """Return the command of jaxgpt.train for the arguments of another program, and remarks.
+    """Translate another program's arguments; return the jaxgpt.train command and remarks.
 
-    `config` is the preset with the defaults of that program, for arguments that do not show which
-    program it is; None selects no preset for them. `quote` quotes an argument for the shell. Values
-    that contain variables of a shell, such as $SIZE, are not checked. Arguments that cannot be
-    translated are left out, and a remark lists them.
+    `config` is the preset with that program's defaults. It is used if the arguments do not show
+    which program they are for. If it is None, the command then selects no preset. `quote` quotes an
+    argument for the shell. Values that contain shell variables, such as $SIZE, are not checked.
+    Arguments that cannot be translated are left out, and a remark lists them.
     """
     line = translate(argv, presets())
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -281,7 +284,7 @@ def train_command(
 
 
 def _join_same(problems: Sequence[str]) -> list[str]:
-    """Return the problems, where flags that are rejected for the same reason share a sentence."""
+    """Return the problems, with one sentence for flags that are rejected for the same reason."""
     flags: dict[str, list[str]] = {}
     for problem in problems:
         flag, middle, reason = problem.partition(": not a setting of jaxgpt; ")
@@ -328,7 +331,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Rebuild a configuration from the output of `Config.to_dict`, without validating it.
 
-    Missing keys have their default values. Raises `UsageError` if a key is unknown or a value is
+    Missing keys get their default values. Raises `UsageError` if a key is unknown or a value is
     malformed. For an unknown key, the message begins with `origin`, for example the name of a file.
     """
     return _build(_flatten(values, origin))
@@ -337,7 +340,7 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
 def config_from_file(path: Path) -> Config:
     """Return the configuration from a run's config.yaml, without validating it.
 
-    Missing keys have their default values. Raises `UsageError` if the file is unreadable, a key is
+    Missing keys get their default values. Raises `UsageError` if the file is unreadable, a key is
     unknown, or a value is malformed.
     """
     return config_from_dict(_read_yaml(path), str(path))
@@ -346,7 +349,7 @@ def config_from_file(path: Path) -> Config:
 def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[str, Any]]:
     """Return the path and content of the YAML file that the command line overrides.
 
-    `default` is the preset for command lines without --config and without the --out of a run.
+    `default` is the preset for command lines that have neither --config nor the --out of a run.
     """
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
@@ -383,7 +386,7 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
 
 
 def _kept_of_preset(values: Words, model: Words) -> set[str]:
-    """Return the model settings of a preset that do not give way to those of the weights."""
+    """Return the keys of the preset's model settings that the weights do not override."""
     kept = {key for key in values if key not in model}  # such as model.dropout
     key = "model.block_size"
     if key in values and int(values[key][0]) <= int(model[key][0]):
@@ -415,7 +418,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         problem = "it has no sections such as `train:`"
     except RecursionError:
         problem = "it is nested too deeply"
-    # PyYAML converts dates and numbers with Python functions that raise other errors.
+    # PyYAML converts dates and numbers with Python functions that raise other types of errors.
     except (OSError, ValueError, ArithmeticError, TypeError, LookupError, yaml.YAMLError) as error:
         problem = in_words(error)
     raise UsageError(
@@ -474,8 +477,8 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     """Return the text of --help: every key with its type, bounds, default and description.
 
     `prog` is the name of the command. `choices` lists the allowed values of keys whose type does
-    not list them. `group` restricts the text to one section; the name of no section, such as "",
-    selects all.
+    not list them. `group` restricts the text to one section. If it is not a section, for example
+    "", all sections are included.
     """
     sections = {
         name: section

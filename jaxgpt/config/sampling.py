@@ -11,8 +11,8 @@ MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATU
 class Sampling:
     """The distribution that the next token is drawn from, given the model's logits.
 
-    The options are applied in the order of the fields, as in transformers: each one selects from
-    the tokens that the ones before it have left.
+    The options are applied in the order of the fields, as in transformers. Each option selects from
+    the tokens that the previous ones kept.
     """
 
     temperature: float = 0.0  # divisor of the logits; 0 always takes the most likely token
@@ -28,7 +28,7 @@ class Sampling:
         """Raise `UsageError` if a value is out of range.
 
         Args:
-            prefix: what the user writes before the name of an option, such as "--".
+            prefix: prefix of option names in error messages, such as "--".
         """
         least = 1 / MAX_TEMPERATURE
         if self.temperature != 0 and not least <= self.temperature <= MAX_TEMPERATURE:

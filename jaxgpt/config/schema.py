@@ -248,7 +248,7 @@ class TrainConfig:
     """Steps between log lines."""
     log_columns: tuple[str, ...] = ()
     """Numbers that every training line shows, however narrow the terminal, such as `tokens` (the
-    tokens consumed so far). The names are as in the legend at the top of train.log."""
+    tokens consumed so far). The legend at the top of train.log lists all names."""
     log_all_ranks: bool = False
     """Write a log for every process: `train-<rank>.log` in the run directory. Its training lines
     have the times and the memory of that process. Only process 0 prints and writes train.log."""
@@ -476,7 +476,7 @@ class Config:
     def scans_layers(self, on_cpu: bool) -> bool:
         """Return whether to scan over layers.
 
-        If parallel.scan_layers is None, the answer is yes on CPUs and with parallel.offload=state.
+        If parallel.scan_layers is None, returns True on CPUs and with parallel.offload=state.
         """
         if self.parallel.scan_layers is None:
             return on_cpu or self.parallel.offload == "state"

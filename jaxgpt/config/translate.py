@@ -1,4 +1,4 @@
-"""Translation of command lines, including those of other programs, into the words of settings."""
+"""Translation of command lines, including other programs', into words for each setting."""
 
 import difflib
 import math
@@ -21,7 +21,7 @@ WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
 
 @dataclass
 class CommandLine:
-    """Settings of a command line, and what to tell the user about its other arguments."""
+    """Settings on a command line, and messages to the user about its other arguments."""
 
     words: dict[str, list[str]] = field(default_factory=dict)  # the words of each `section.key`
     notes: list[str] = field(default_factory=list)
@@ -30,7 +30,7 @@ class CommandLine:
     shown: dict[str, str] = field(default_factory=dict)  # key -> the argument that set it
     later: dict[str, list[str]] = field(default_factory=dict)  # values that need other settings
     axes: dict[str, dict[str, str]] = field(default_factory=dict)  # mesh axis -> flag -> size
-    rest: str | None = None  # mesh axis for the remaining devices; None if no flag says so
+    rest: str | None = None  # mesh axis for the remaining devices; None if no flag sets it
     default_config: str = "tiny"  # for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
     default_words: dict[str, list[str]] = field(default_factory=dict)  # its additional settings
@@ -54,8 +54,9 @@ class CommandLine:
 def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
     """Return the settings that a command line describes.
 
-    Arguments that cannot be translated do not raise an error, but are among the `problems` of the
-    result. Values are not checked. A DeepSpeed configuration in `argv` is read.
+    Arguments that cannot be translated do not raise an error, but are listed in the `problems` of
+    the result. Values are not checked. If `argv` names a DeepSpeed configuration, that file is
+    read.
 
     Args:
         argv: The arguments, which may be flags of other programs.
@@ -175,7 +176,7 @@ def _same(one: list[str], other: list[str]) -> bool:
 
 
 def _put_all(line: CommandLine, text: str, values: list[str], argument: str) -> None:
-    """Apply a text of the table SETTINGS."""
+    """Apply an entry of the SETTINGS table."""
     for piece in text.split():
         key, _, value = piece.partition("=")
         words = values if value == "{}" else [value]
@@ -301,7 +302,7 @@ def _set_split(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_strategy(line: CommandLine) -> None:
-    """Set the ZeRO stage and the axis of the other devices from flags of wordplay or DeepSpeed."""
+    """Set the ZeRO stage and the remaining devices' axis from wordplay's or DeepSpeed's flags."""
     later, stage = line.later, None
     if "ds_config" in later:
         stage = _stage_of(line, " ".join(later["ds_config"]))
@@ -327,7 +328,7 @@ def _set_strategy(line: CommandLine) -> None:
 
 
 def _stage_of(line: CommandLine, file: str) -> int | None:
-    """Return the ZeRO stage in a DeepSpeed configuration. An unreadable file is a problem."""
+    """Return a DeepSpeed configuration's ZeRO stage; record a problem if it cannot be read."""
     shown = line.shown["ds_config"]
     try:
         text = Path(file).expanduser().read_text()
@@ -350,7 +351,7 @@ def _stage_of(line: CommandLine, file: str) -> int | None:
 
 
 def _set_mesh(line: CommandLine) -> None:
-    """Set parallel.mesh from the sizes of single axes that other programs' flags give."""
+    """Set parallel.mesh from other programs' flags for the sizes of individual axes."""
     sizes = {}
     for axis, flags in line.axes.items():
         factors = [-1 if word == "-1" else _whole(word) for word in flags.values()]
@@ -379,7 +380,7 @@ def _set_mesh(line: CommandLine) -> None:
 
 
 def _set_batch(line: CommandLine) -> None:
-    """Set the batch size from the sizes of microbatches in Megatron and nanoGPT."""
+    """Set the batch size from Megatron's and nanoGPT's microbatch sizes."""
     later, words = line.later, line.words
     if "per_device" in later:  # MaxText counts all devices, also those with parts of the same rows
         shown, number = line.shown["per_device"], later["per_device"][0]
@@ -431,7 +432,7 @@ def _axis_size(line: CommandLine, axis: str) -> int:
 
 
 def _set_schedule(line: CommandLine) -> None:
-    """Convert lengths in sequences, fractions and linear decay to numbers of steps."""
+    """Convert lengths in sequences and warm-up fractions to steps, and linear decay to wsd."""
     words, later = line.words, line.later
     batch = _number(line, "train.batch_size")
     for name in [name for name in later if name.startswith("samples.")]:

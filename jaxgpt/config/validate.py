@@ -205,7 +205,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def is_changed(section: Any, key: str) -> bool:
-    """Return whether key `key` of a section, such as a `ModelConfig`, differs from its default."""
+    """Return whether a section's setting `key` differs from its default."""
     return getattr(section, key) != getattr(type(section)(), key)
 
 
@@ -360,8 +360,8 @@ def check_batch(config: Config, shape: MeshShape) -> None:
 def with_batch_size(config: Config, shape: MeshShape) -> Config:
     """Return the configuration with train.batch_size_per_device replaced by train.batch_size.
 
-    If that is None, the configuration does not change. A size of -1 in `shape` counts as 1. Raises
-    `UsageError` if the batch has 2^31 sequences or more.
+    If train.batch_size_per_device is None, the configuration is returned unchanged. A size of -1 in
+    `shape` counts as 1. Raises `UsageError` if the batch has 2^31 sequences or more.
     """
     size = config.train.batch_size_per_device
     if size is None:
@@ -379,7 +379,7 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
     """Return how train.batch_size is computed from train.batch_size_per_device, which must be set.
 
-    A size of -1 in `shape` counts as 1. Raises `UsageError` as `with_batch_size` does.
+    A size of -1 in `shape` counts as 1. Raises `UsageError` like `with_batch_size`.
     """
     train, n = config.train, shape.split_of("splits_batch")
     devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
