@@ -15,7 +15,7 @@ TRANSFORMERS = "hf:"  # prefix that marks a transformers folder instead of a run
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return the FOLDER in `hf:FOLDER`, with or without the prefix, as a path with ~ expanded.
+    """Return the folder that `hf:FOLDER` or FOLDER names, as a path with ~ expanded.
 
     Raises `UsageError`, with a message that begins with `key`, if no file can have this name or no
     home directory is known.

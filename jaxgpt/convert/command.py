@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, in_words, train_command
 
-# Part of a program's name -> the preset with its defaults, or None if it must name one.
+# Part of a program's name -> the preset with its defaults, or None if there is no such preset.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",
@@ -40,10 +40,10 @@ _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.
 
 
 def command(words: list[str]) -> list[str]:
-    """Return jaxgpt's command line, as a list of one line, for a shell script or a command line.
+    """Translate a shell script or a command line to jaxgpt's command line, as a list of one string.
 
-    `words` has either the path of a script, a whole line, or the words of a line. Remarks about its
-    arguments are printed to stderr.
+    `words` contains the path of a script, a whole command line as one string, or the words of a
+    command line. Remarks about its arguments are printed to stderr.
 
     Raises:
         UsageError: if no known program is called, or the script cannot be read.
@@ -97,7 +97,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _parts(word: str, is_evaluated: bool) -> list[str]:
-    """Return the words in a word: a quoted array, an option with its value, or a whole command."""
+    """Split a word that may itself contain words, such as a quoted array or a whole command."""
     return _split(word) if word.startswith("-") or is_evaluated else [word]
 
 
@@ -178,7 +178,7 @@ def _quote(word: str) -> str:
 
 
 def _launcher(words: list[str]) -> str:
-    """Return the call of jaxgpt.launch that starts as many processes as a launcher's options."""
+    """Return the jaxgpt.launch call that starts the number of processes in a launcher's options."""
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
     numbers = {name: int(value) for name, value in pairs if value.isdecimal()}

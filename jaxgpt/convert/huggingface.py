@@ -31,13 +31,13 @@ def from_hf(
 
     Args:
         out: run directory to create.
-        block_size: context length that replaces that of a model with rotary positions; None keeps
-            the model's.
+        block_size: new context length, for a model with rotary positions; None keeps the model's.
         tokenizer: path that `read_tokenizer` accepts; None uses the folder's tokenizer, if any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
-    tokenizer or `block_size` does not fit the model, if `safetensors` or `tokenizers` is needed but
-    not installed, or as `new_folder` does. Raises `OSError` if a file cannot be copied.
+    tokenizer or `block_size` does not fit the model, or if `safetensors` or `tokenizers` is needed
+    but not installed. Raises `OSError` if a file cannot be copied. Also raises whatever
+    `new_folder` raises.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -48,7 +48,7 @@ def from_hf(
         if not (name.endswith(BUFFERS) or name in tied)
     }
     if block_size and "wpe.weight" in found:
-        raise UsageError("--block-size: needs rotary positions; set model.block_size in training")
+        raise UsageError("--block-size: needs rotary positions; set model.block_size when training")
     wanted = match_tensors(found, table_of(model), model, str(path))
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
     own = path if has_tokenizer else None
@@ -75,8 +75,8 @@ def write_weights(
         tokenizer: the model's tokenizer; None if it is unknown.
         companions: names of files in `path` that are copied to `out` if they exist.
 
-    Raises `UsageError` if a tensor cannot be read, and as `new_folder` does. Raises `OSError` if a
-    companion cannot be copied.
+    Raises `UsageError` if a tensor cannot be read, and `OSError` if a companion cannot be copied.
+    Also raises whatever `new_folder` raises.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -107,8 +107,8 @@ def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list
 def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
     """Return the tokenizer at a path that `load_tokenizer` accepts; None if `path` is None.
 
-    Raises `UsageError` as `load_tokenizer` does, and if the tokenizer has more tokens than the
-    model.
+    Raises `UsageError` if the tokenizer has more tokens than the model. Also raises whatever
+    `load_tokenizer` raises.
     """
     if path is None:
         return None
@@ -132,8 +132,8 @@ def to_hf(
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
-    family fits the model, if `safetensors` or `tokenizers` is needed but not installed, or as
-    `new_folder` does. Raises `OSError` if a file cannot be copied.
+    family fits the model, or if `safetensors` or `tokenizers` is needed but not installed. Raises
+    `OSError` if a file cannot be copied. Also raises whatever `new_folder` raises.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
@@ -176,9 +176,10 @@ def _write_tokenizer(
 ) -> list[str]:
     """Write a tokenizer.json and its companion files to `folder`; return the lines to print.
 
-    If the run lacks a tokenizer_config.json, a new one is written, which may need the `tokenizers`
-    package: without it, this raises `UsageError`. If the run does not use a tokenizer.json, nothing
-    is written, and a line says so. Otherwise, there are no lines.
+    If the run lacks a tokenizer_config.json, a new one is written. Raises `UsageError` if this
+    needs the `tokenizers` package, but it is not installed. If the run does not use a
+    tokenizer.json, nothing is written, and the only line says so. Otherwise, the list of lines is
+    empty.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]

@@ -52,7 +52,7 @@ class Slot:
     def to_external(self, array: np.ndarray) -> np.ndarray:
         """Convert the jaxgpt array at `index` to the shape of the external tensor.
 
-        The form "interleaved" and padded vocabulary tables are not supported.
+        Neither the form "interleaved" nor padded vocabulary tables are supported.
         """
         if self.ref.form == "transposed":
             return array.reshape(self.shape[::-1]).T
@@ -66,8 +66,8 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
     The slots are in the order of jaxgpt's arrays and, within an array, in the order of layers. A
     weight that is not in `table` has no slot. `model.vocab_size` must be set.
 
-    Raises `UsageError` as `models.weights.weights` does, and `OverflowError` or `TypeError` if the
-    model's dimensions are too large for JAX.
+    Raises `OverflowError` or `TypeError` if the model's dimensions are too large for JAX. Also
+    raises whatever `models.weights.weights` raises.
     """
     by_weight: dict[str, list[tuple[str, WeightRef]]] = {}
     for name, ref in table.items():

@@ -25,11 +25,11 @@ from jaxgpt.convert.torch_file import Inert, TorchTensor
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MAX_DEPTH = 20
 MAX_NAME = 200  # maximum length of a key
-# Prefixes of the names under which the last pipeline stage keeps a copy of the token embedding.
+# Name prefixes of the copy of the token embedding in the last pipeline stage.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# Besides tensors, a file may contain objects from these packages and classes; they are replaced
-# with `Inert`.
+# Besides tensors, a file may contain objects of these classes, or of any class in these packages.
+# They are replaced with `Inert`.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
     "argparse.Namespace",
@@ -84,7 +84,7 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32. There must be at least one.
+        """Return the rows [start, stop) in float32. There must be at least one row.
 
         If `stop` is None, return all rows from `start` on. Raises `UsageError` if they cannot be
         read.
@@ -114,8 +114,8 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
             beyond the tokenizer's vocabulary are dropped as padding.
 
     Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
-    tokenizer cannot be read or does not fit the model, if torch is missing or too old, or as
-    `new_folder` does. Raises `OSError` as `rank_files` does.
+    tokenizer cannot be read or does not fit the model, or if torch is missing or too old. Also
+    raises whatever `new_folder` and `rank_files` raise.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -136,10 +136,11 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, pipeline rank).
 
-    `path` is the folder of a checkpoint, or a folder with several checkpoints and a file that names
-    the latest one, which is then used. Raises `UsageError` if there is no such folder, if it has no
-    checkpoint in a supported format, or if the file of any rank is missing. Raises `OSError` if the
-    name of the latest checkpoint cannot be read.
+    `path` is either the folder of a checkpoint, or a folder that contains several checkpoints and a
+    file with the name of the latest one. In the second case, the latest checkpoint is used. Raises
+    `UsageError` if there is no such folder, if it has no checkpoint in a supported format, or if
+    the file of any rank is missing. Raises `OSError` if the name of the latest checkpoint cannot be
+    read.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -182,11 +183,11 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return the arguments of one rank, and its tensors as `flat` does.
+    """Return one rank's arguments, and its tensors in the format of `flat`.
 
-    An argument is a number, a string or a list of these. The member of an enum is replaced with its
-    value, and every other value, also in a list, with None. Raises `UsageError` if the file cannot
-    be read or is not a supported checkpoint, or if torch is missing or too old.
+    An argument is a number, a string or a list of these. An enum member is replaced with its value.
+    Any other value, even inside a list, is replaced with None. Raises `UsageError` if the file
+    cannot be read or is not a supported checkpoint, or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):

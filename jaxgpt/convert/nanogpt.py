@@ -24,9 +24,9 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
     """Import a ckpt.pt as weights that a run can start from; return the lines to print.
 
     `out` is the run directory to create. A ckpt.pt has no tokenizer, so `tokenizer` is a path that
-    `read_tokenizer` accepts; None means that it is unknown. Raises `UsageError` if the file is
-    missing, damaged or was not saved by nanoGPT, if the tokenizer cannot be read or does not fit
-    the model, if torch is missing or too old, or as `new_folder` does.
+    `read_tokenizer` accepts, or None if the tokenizer is unknown. Raises `UsageError` if the file
+    is missing, damaged or was not saved by nanoGPT, if the tokenizer cannot be read or does not fit
+    the model, or if torch is missing or too old. Also raises whatever `new_folder` raises.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -79,8 +79,8 @@ def to_nanogpt(
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Return the lines to print. Raises `UsageError` if the checkpoint is missing or damaged, if
-    nanoGPT does not support an option of the model, if `safetensors` is not installed, or as
-    `new_folder` does.
+    nanoGPT does not support an option of the model, or if `safetensors` is not installed. Also
+    raises whatever `new_folder` raises.
     """
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model

@@ -35,9 +35,9 @@ class Tensor(Protocol):
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` when the block ends without an error.
 
-    After an error, the temporary folder is removed. If the process is killed, it remains as
+    After an error, the temporary folder is removed. If the process is killed, the folder remains as
     `<out>.partial-*`. Raises `UsageError` if `out` exists and is not an empty folder, if no folder
-    can be created next to it, or if its disk is full. Other errors of the block are propagated.
+    can be created next to it, or if the disk is full. Other errors from the block are propagated.
     """
     out = out.absolute()
     try:
