@@ -16,7 +16,7 @@ from jaxgpt.perf.units import GIB, count, format_bytes
 
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model use about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # bytes, for MPI and NCCL buffers
-# Remedies if JAX does not use a known machine's accelerators, by the machine's device.
+# Remedies, by type of device, if JAX does not use a known machine's accelerators.
 _NVIDIA = "pip install 'jaxgpt[cuda]' ('jaxgpt[cuda12]' with a driver older than 580)"
 _AMD = "pip install 'jax[rocm7-local]' (jax-rocm7-plugin; needs ROCm 7)"
 PLUGIN_REMEDIES = {
@@ -48,7 +48,7 @@ class Check:
 
 
 def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
-    """Return checks of the facts about all processes, and of the clocks of their hosts.
+    """Check the facts collected from all processes, and the clocks of their hosts.
 
     Every process must call this. `found` is the result of `initialize_jax`.
     """
@@ -141,8 +141,8 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses all accelerators of every host, each in only one process.
 
-    Unused accelerators are accepted with JAX_PLATFORMS=cpu. They are also accepted on hosts of an
-    unknown machine where an environment variable selects the visible devices.
+    Unused accelerators are accepted with JAX_PLATFORMS=cpu. On an unknown machine, they are also
+    accepted if an environment variable selects the visible devices.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):

@@ -31,7 +31,7 @@ SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; after a slower call, larger arrays are skipped
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
 CHECKED = 4096  # number of elements of each result that are compared with NumPy
-ALL = None  # marks the sum over all devices, in place of one source device
+ALL = None  # marks the sum over all devices, instead of one source device
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def measure_axis(
     """Check and time all collectives over one axis, with several array sizes.
 
     Returns the measurements, by size and then by collective. Every collective runs with the
-    smallest array. Larger arrays follow until `allowed` seconds have passed. After an error, or a
-    call slower than `MAX_SECONDS`, a collective is not run with larger arrays. `set_activity` is
+    smallest array. Larger arrays are tried until `allowed` seconds have passed. After an error, or
+    a call slower than `MAX_SECONDS`, a collective is not run with larger arrays. `set_activity` is
     called with a description of each measurement before it begins. Every process must call this
     function.
     """
@@ -198,13 +198,13 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
         result = run(x)
     result.block_until_ready()
     seconds = (time.perf_counter() - began) / REPETITIONS[size]
-    # Check the result only now, because an error before the timing would deadlock other processes.
+    # Check the result only after timing, because an earlier error would deadlock other processes.
     _check_result(mesh, axis, collective, part, checked)
     return seconds
 
 
 def pattern(device: Any, position: Any) -> Any:
-    """Return elements of devices' inputs: small integers in float32, so that sums are exact.
+    """Return elements of the devices' inputs: small integers in float32, so that sums are exact.
 
     `device` and `position` are integer arrays, or integers, that broadcast against each other.
     """

@@ -24,7 +24,7 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 
     If the directory does not exist, its nearest existing parent is checked. One process per host
     runs the checks. Returns the worst result of each check in `host_checks`, or a single FAIL if
-    process 0 cannot write. Every process must call this. Raises `OSError` as `host_checks` does.
+    process 0 cannot write. Every process must call this. Raises `OSError` like `host_checks`.
     """
     path = error = None
     mine: list[Check] = []
@@ -80,7 +80,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     """Check that this host sees `path`, which process 0 wrote, and can write to its folder.
 
     This waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
-    directory and its file system. Raises `OSError` as `check_file_system` does.
+    directory and its file system. Raises `OSError` like `check_file_system`.
     """
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER
@@ -122,7 +122,7 @@ def file_system_of(path: Path) -> str:
     """Return the type of the file system that contains `path`, such as `lustre`, or `unknown`."""
     table = Path("/proc/mounts")
     mounts = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    # If several file systems are mounted on one point, the last one hides the others.
+    # If several file systems share a mount point, the last one hides the others.
     kinds = {point.replace("\\040", " "): kind for _, point, kind, *_ in mounts}
     path = path.resolve()
     return next((kinds[str(p)] for p in (path, *path.parents) if str(p) in kinds), "unknown")

@@ -38,7 +38,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
     Every process must call this, after JAX has started. `coordinator` is host:port, or None for a
     single process. Comments below explain the keys. Raises `OSError` if there is no route to the
-    coordinator, and `UsageError` as `local_device_ids` does.
+    coordinator. Also raises whatever `local_device_ids` raises.
     """
     import jax
 
@@ -75,11 +75,12 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return a name for each of this process's devices, `numbers`, that is unique on the host.
+    """Return a name that is unique on the host for each of this process's devices.
 
-    Device numbers alone are not unique. `visible`, the value of an environment variable such as
-    CUDA_VISIBLE_DEVICES, may select the devices that a process sees, and a cgroup may restrict the
-    device files that it can open. Device 0 can then be a different device in every process.
+    `numbers` are the devices' numbers, which alone are not unique. `visible`, the value of an
+    environment variable such as CUDA_VISIBLE_DEVICES, may select the devices that a process sees,
+    and a cgroup may restrict the device files that it can open. Device 0 can then be a different
+    device in every process.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]

@@ -28,14 +28,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end_leftovers(job: str) -> None:
-    """Kill this host's processes of `job`, the last attempt.
+    """Kill the processes on this host that belong to `job`, the last attempt.
 
-    Raises `UsageError` if one is still there after `ANSWER` seconds.
+    Raises `UsageError` if one of them is still running after `ANSWER` seconds.
     """
     deadline = time.monotonic() + ANSWER
     while left := processes_of(job):
         for pid in left:
-            with contextlib.suppress(ProcessLookupError):  # it has already ended
+            with contextlib.suppress(ProcessLookupError):  # it has already exited
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise UsageError(f"process {left[0]} of the last attempt cannot be killed")
@@ -45,12 +45,12 @@ def _end_leftovers(job: str) -> None:
 def processes_of(job: str) -> list[int]:
     """Return the IDs of other processes whose environment contains the job's name.
 
-    Only processes whose environment this user may read, on this host, are found. This needs /proc.
+    Finds only processes on this host whose environment this user may read. Requires /proc.
     """
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            with contextlib.suppress(OSError):  # it has exited, or belongs to another user
                 if marker in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found

@@ -42,7 +42,8 @@ def run_checks(
 
     `found` is the result of `initialize_jax`. If `shape` is None, `default_mesh_shape` chooses the
     mesh. `directory` is the run directory to check. Every process must call this. The status is 1
-    if a check is FAIL, otherwise 0. Raises errors as `collect_facts` and `directory_checks` do.
+    if a check is FAIL, otherwise 0. Also raises whatever `collect_facts` and `directory_checks`
+    raise.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
@@ -83,8 +84,8 @@ def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> N
 class Report:
     """The results of all checks so far, printed section by section on process 0.
 
-    If an activity exceeds the timeout, the report ends there, and the monitor ends the job. This
-    happens if a process is stuck, because the others then wait for it in a collective.
+    If an activity exceeds the timeout, the report stops there, and the monitor terminates the job.
+    This happens if a process is stuck, because the others then wait for it in a collective.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
@@ -97,12 +98,12 @@ class Report:
         cluster.monitor.start()
 
     def begin(self, activity: str) -> None:
-        """Start the next activity and its time limit."""
+        """Start the next activity, and restart the timeout."""
         self._activity = activity
         self._cluster.monitor.heartbeat(activity)
 
     def _give_up(self) -> None:
-        """Report the checks so far; the monitor then names the hanging process and ends the job."""
+        """Report the checks so far, before the monitor reports the hang and terminates the job."""
         finding = f"no response within {self._cluster.timeout:.0f} s (--init-timeout)"
         remedy = "look for a hanging host or a firewall; NCCL_SOCKET_IFNAME sets the interface"
         self.section("stopped here", [Check(self._activity, "FAIL", finding, remedy)])

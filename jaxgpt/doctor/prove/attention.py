@@ -19,7 +19,7 @@ from jaxgpt.models.attention import (
     cuda_capability,
 )
 
-CASES = {  # name of the case -> settings added to the gpt2 preset
+CASES = {  # name of the case -> settings that override the gpt2 preset
     "attention": (),
     "attention with dropout 0.2": ("model.dropout=0.2",),
     "attention within documents": ("data.document_mask=True",),
@@ -33,7 +33,7 @@ def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
 
     Returns the output error, the largest gradient error, and the name of the kernel with the reason
     for choosing it. The error of an array is its largest absolute difference from the float32
-    result, divided by the largest absolute value of that result. `settings` are added to the gpt2
+    result, divided by the largest absolute value of that result. `settings` override the gpt2
     preset. There are 2 rows of 1024 tokens, or of 256 on a CPU, and heads of size 64.
     """
     T = 256 if jax.default_backend() == "cpu" else 1024

@@ -1,6 +1,6 @@
 """The checks of `prove`, which run commands and yield a row for each measurement.
 
-All of them raise errors as the methods of `Commands` do.
+All of them raise the same errors as the methods of `Commands`.
 """
 
 import shutil
@@ -61,7 +61,7 @@ MEMORY_ON_CPU = {"tiny": ("--config", "tiny", "model.n_embd=256", "train.batch_s
 def machine(commands: Commands) -> Iterator[Row]:
     """Report the doctor's findings and, on NVIDIA GPUs, the driver, clocks and power limit.
 
-    Raises errors as `Commands.report` does.
+    Raises the same errors as `Commands.report`.
     """
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
@@ -90,7 +90,7 @@ def speed(
     """Report the result of `bench step` with the preset `config` and the arguments `words`.
 
     `goals` (row name -> minimum) apply only on a GPU; for rows in %, they are fractions. `source`
-    names their origin. Raises errors as `Commands.json` does.
+    names their origin. Raises the same errors as `Commands.json`.
     """
     found = commands.json("jaxgpt.bench", "step", "--config", config, *words)
     for name, value, unit, note in (
@@ -107,8 +107,8 @@ def speed(
 def nanogpt(commands: Commands) -> Iterator[Row]:
     """Compare speed with nanoGPT's in alternating runs, using the same initial weights and data.
 
-    Raises `Missing` without the comparison scripts or a clone of nanoGPT, and errors as
-    `Commands.json` does.
+    Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing. Also raises
+    whatever `Commands.json` raises.
     """
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
@@ -126,7 +126,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 def numerics(commands: Commands) -> Iterator[Row]:
     """Compare bfloat16 with float32, a GPU with the CPU, and attention kernels with XLA's.
 
-    Raises errors as `Commands.run` and `Commands.json` do.
+    Raises the same errors as `Commands.run` and `Commands.json`.
     """
     words = NUMERICS if commands.on_gpu else (*NUMERICS, *SMALL)
     single, lower = (
@@ -148,8 +148,8 @@ def numerics(commands: Commands) -> Iterator[Row]:
 def resume(commands: Commands) -> Iterator[Row]:
     """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed.
 
-    Raises errors as `Commands.run` and `Commands.kill_when` do, and `ValueError` if the runs have
-    logged different numbers of steps.
+    Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
+    `Commands.run` and `Commands.kill_when` raise.
     """
     words = RESUME_ON_GPU if commands.on_gpu else RESUME_ON_CPU
     end, middle = (f"train.max_iters={n}" for n in (RESUME_STEPS, RESUME_STEPS // 2))
@@ -167,7 +167,7 @@ def resume(commands: Commands) -> Iterator[Row]:
 def memory(commands: Commands) -> Iterator[Row]:
     """Compare the memory that `plan` predicts with the peak memory use of `bench step`.
 
-    Raises errors as `Commands.json` does.
+    Raises the same errors as `Commands.json`.
     """
     for name, words in (MEMORY_ON_GPU if commands.on_gpu else MEMORY_ON_CPU).items():
         words = ("--mesh", "1,1,1", *words)
@@ -185,7 +185,7 @@ def memory(commands: Commands) -> Iterator[Row]:
 def profile(commands: Commands) -> Iterator[Row]:
     """List the most expensive operations of a gpt2 step, with their roofline times if known.
 
-    Raises errors as `Commands.json` does.
+    Raises the same errors as `Commands.json`.
     """
     words = ("--steps", "3") if commands.on_gpu else GPT2_ON_CPU
     trace = ("--profile", str(commands.folder / "trace"))
@@ -205,7 +205,7 @@ def profile(commands: Commands) -> Iterator[Row]:
 def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
-    Raises `Missing` if the data has not been prepared, and errors as `Commands.run` does.
+    Raises `Missing` if the data has not been prepared. Also raises whatever `Commands.run` raises.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")
@@ -232,10 +232,10 @@ CHECKS = {  # name -> (function, time limit in seconds)
 
 
 def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
-    """Run training to the end; return the run directory, `name` in the check's folder.
+    """Run training to the end; return the run directory.
 
-    `words` are the arguments, and `variables` are added to the environment. Raises errors as
-    `Commands.run` does.
+    `name` is the run directory's name in the check's folder. `words` are the arguments, and
+    `variables` are added to the environment. Raises the same errors as `Commands.run`.
     """
     out = commands.folder / name
     commands.run("jaxgpt.train", *words, "--out", str(out), **variables)
@@ -245,7 +245,7 @@ def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
 def _history(out: Path) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each training step that a run has logged.
 
-    Non-finite numbers are None. Raises `OSError` if metrics.jsonl cannot be read.
+    Non-finite numbers are returned as None. Raises `OSError` if metrics.jsonl cannot be read.
     """
     return [(r["loss"], r["grad_norm"]) for r in read_records(out / "metrics.jsonl", "train")]
 

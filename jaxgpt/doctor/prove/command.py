@@ -20,7 +20,7 @@ from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
 
 OUT = Path("runs/prove")
-MIN_SECONDS = 5  # a check starts only if it has at least this much time
+MIN_SECONDS = 5  # a check starts only if at least this much time is left
 
 Results = dict[str, dict[str, Any]]
 """Check name -> status, reason, seconds and rows, for each check that has run."""
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
     """Empty the check's folder, run the check, and return a dict for `Results`.
 
-    Its keys are status, reason, seconds and rows, which have the fields of `Row`. The status is
+    Its keys are status, reason, seconds and rows. Each row has the fields of `Row`. The status is
     done, missing (data or tools), cut off (by the time limit) or failed. The reason is empty if the
     status is done.
     """
@@ -106,8 +106,8 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 def read_results(out: Path) -> Results:
     """Return the results that an earlier call wrote to prove.json in `out`, or an empty dict.
 
-    Creates the folder `out`. Raises `UsageError` if this fails or prove.json is unreadable or
-    malformed.
+    Creates the folder `out` if necessary. Raises `UsageError` if it cannot be created, or if
+    prove.json is unreadable or malformed.
     """
     path = out / "prove.json"
     try:

@@ -75,7 +75,7 @@ class Commands:
     """
 
     def __init__(self, folder: Path, seconds: float, nanogpt: Path | None, torch: str):
-        """Start the time limit of `seconds`, which applies to all commands together.
+        """Start one timer of `seconds` seconds for all commands.
 
         Args:
             folder: the check's folder, which must exist when a command starts.
@@ -94,7 +94,7 @@ class Commands:
 
         Raises:
             CommandFailed: if the exit status is not 0.
-            subprocess.TimeoutExpired: if the command does not end within the check's time limit.
+            subprocess.TimeoutExpired: if the command does not finish within the check's time limit.
         """
         stdout, stderr, status = self._run(module, words, variables)
         if status != 0:
@@ -113,9 +113,9 @@ class Commands:
         return stdout, stderr, process.returncode
 
     def report(self, module: str, *words: str) -> str:
-        """Run a command as `run` does, but accept the exit status 1; return its stdout.
+        """Run a command like `run`, but also accept exit status 1; return its stdout.
 
-        Some commands report a problem with this status. Raises errors as `run` does.
+        Some commands use this status to report a problem. Raises the same errors as `run`.
         """
         stdout, stderr, status = self._run(module, words, {})
         if status not in (0, 1):
@@ -123,9 +123,10 @@ class Commands:
         return stdout
 
     def json(self, module: str, *words: str) -> dict[str, Any]:
-        """Run a command with --json as `run` does, and return the JSON object that it prints.
+        """Run a command with --json, like `run`, and return the JSON object that it prints.
 
-        Raises errors as `run` does, and `ValueError` if there is no JSON object in the output.
+        Raises `ValueError` if there is no JSON object in the output. Also raises whatever `run`
+        raises.
         """
         printed = self.run(module, *words, "--json")
         return json.loads(printed[printed.index("{") :])
