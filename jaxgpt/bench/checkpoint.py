@@ -1,4 +1,4 @@
-"""Time to save and restore a checkpoint, compared with plain files of equal number and size.
+"""Time to save and restore a checkpoint, compared with plain files of the same sizes.
 
 Both are timed until the data is on disk. TensorStore calls fsync for every file that holds arrays.
 Before files are read, they are dropped from the page cache.
@@ -32,8 +32,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint is
     1 GB unless they name a config. `out` is the folder to write to, by default the system's
-    temporary directory. Raises `UsageError` if it lacks space, if a setting is invalid, or if a
-    save fails. Also raises errors as `open_job` and `Job.start_jax` do.
+    temporary directory. Raises `UsageError` if the folder lacks space, if a setting is invalid, or
+    if a save fails. Also raises whatever `open_job` and `Job.start_jax` raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -45,7 +45,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
         shapes = checkpoint_tree(steps.state_shapes)
         Checkpoints(job.folder, config, job.cluster).open(shapes)
         state = steps.init()
-        # Make the moments nonzero, as they are in training.
+        # Make the moments nonzero, as they are during training.
         state = state._replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         tree = checkpoint_tree(state)
         writes = [partial(save, job, config, tree), partial(_write_files, job)]
@@ -78,8 +78,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
-    Each round has the seconds by name that `save`, `restore`, `_write_files` and `_read_files`
-    return. The ratios are `save_ratio` and `restore_ratio`, as fractions.
+    A round is the merged dict of the seconds that `save`, `restore`, `_write_files` and
+    `_read_files` return. The ratios are `save_ratio` and `restore_ratio`, as fractions.
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
@@ -112,7 +112,7 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Time restoring the checkpoint, including the verification of its checksums.
 
     Returns the seconds of the slowest process as `restore_seconds`. All processes call this
-    together. Raises errors as `Checkpoints.restore` does.
+    together. Raises the same errors as `Checkpoints.restore`.
     """
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     _drop_cached(job, "checkpoint")

@@ -123,7 +123,7 @@ class Job:
 
         Every process must call this. Raises `UsageError` if the vocabulary size cannot be
         determined, or if the mesh does not fit the devices, the model or the batch size. Also
-        raises errors as `initialize_jax` does.
+        raises whatever `initialize_jax` raises.
         """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -136,9 +136,9 @@ class Job:
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function on all processes; return its result and the slowest process's seconds.
+        """Call a function; return this process's result and the seconds of the slowest process.
 
-        The result is this process's. All processes call this together.
+        All processes call this together.
         """
         self.cluster.barrier()
         began = time.perf_counter()
@@ -153,12 +153,13 @@ def open_job(
     """Connect the processes of the job, and yield the job with a temporary folder.
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
-    removed at the end, even after SIGTERM or Ctrl-C, which then end the process at once. The
-    variables of the compile cache and of the job's start are removed from the environment.
+    removed when the block ends. SIGTERM and Ctrl-C also remove it, and then terminate the process
+    immediately. The environment variables for the compile cache and the job's start time are
+    deleted.
 
     Raises `UsageError` if `out` is not writable, or if there are several processes and
     `single_process` is set. Raises `OSError` if the system's temporary directory is not writable.
-    Also raises errors as `join_process_group` does.
+    Also raises whatever `join_process_group` raises.
     """
     # A compile cache would hide compile times. JOB_START would add the time since this job started
     # to the start-up times of the commands that bench startup runs.

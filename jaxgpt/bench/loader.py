@@ -28,7 +28,7 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
     """Time five rounds of `batches` global batches each, after a warm-up.
 
     `settings` are command-line settings. Raises `UsageError` if one is invalid or if the data
-    cannot be read. Also raises errors as `open_job` and `Job.start_jax` do.
+    cannot be read. Also raises whatever `open_job` and `Job.start_jax` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:

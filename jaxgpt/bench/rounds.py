@@ -39,8 +39,8 @@ class Rounds:
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialise the state.
 
-        `synthetic` replaces the data with random tokens, which also replace a missing dataset.
-        Raises errors as `prepare_run`, `initialize_jax` and `set_up` do.
+        Random tokens replace the data if `synthetic` is set or the dataset is missing. Raises the
+        same errors as `prepare_run`, `initialize_jax` and `set_up`.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -57,7 +57,7 @@ class Rounds:
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = clock.spent("compile")
-        # Each round is like a resumed run, so that the data continues where the last round ended.
+        # Each round is like a resumed run, so the data continues where the last round ended.
         sizes = {"batch_sizes": self.run.batch_sizes.changes}
         self.run = dataclasses.replace(self.run, resume_step=0, resume_meta=sizes)
         # `run_compiled_step` reuses these arguments, which are already on the devices.
@@ -112,10 +112,10 @@ class Rounds:
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config whose data exists, and a description of that data.
 
-    Random tokens replace the data if `synthetic` is set, or if the folder of data.dataset is used
-    and has no train.bin. They are written to the job's folder. The dataset `python` counts as
+    If `synthetic` is set, or if the folder of data.dataset is used but has no train.bin, random
+    tokens replace the data. They are written to the job's folder. The dataset `python` counts as
     present, because `prepare_run` creates it. All processes call this together. Raises `UsageError`
-    as `vocabulary_size` and `with_vocabulary` do.
+    like `vocabulary_size` and `with_vocabulary`.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

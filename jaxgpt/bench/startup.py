@@ -32,14 +32,14 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     """Time `runs` cold starts of jaxgpt.train, alternating with as many warm starts.
 
     mpiexec starts `processes` processes each time. If `processes` is None, there is one process
-    without mpiexec. Raises `UsageError` if jaxgpt.train does, if step 1 is skipped, if there is no
-    mpiexec, or if a launcher started this process. Raises `RuntimeError` if a start fails in
-    another way. Also raises errors as `open_job` does.
+    without mpiexec. Raises `UsageError` if jaxgpt.train reports a usage error, if step 1 is
+    skipped, if there is no mpiexec, or if a launcher started this process. Raises `RuntimeError` if
+    a start fails in another way. Also raises whatever `open_job` raises.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):
         given = " ".join(map(str, config.train_range_to_skip))
-        raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup times")
+        raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup measures")
     launch = find_launch(os.environ)
     if launch.through is not None:  # the commands would inherit the launcher's variables
         raise UsageError(
@@ -73,8 +73,8 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the spread of the total seconds and the median seconds of each phase.
 
-    `starts` are the contents of startup.json; the numbers are the slowest process's. The keys are
-    those of `spread`, `phases` and, for the first start, `compile_cache`.
+    `starts` contains the startup.json of each start. All numbers come from the slowest process. The
+    result has the keys of `spread`, plus `phases` and the first start's `compile_cache`.
     """
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {
@@ -85,7 +85,7 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _run_command(command: list[str], **variables: str) -> float:
-    """Run a command to completion; return how many seconds it took.
+    """Run a command to completion; return its duration in seconds.
 
     `variables` are added to its environment. Raises `UsageError` if the command reports a usage
     error, and `RuntimeError` if it fails in another way.

@@ -46,7 +46,7 @@ def run(
     `profile` is the folder for a trace of five more steps.
 
     Raises `UsageError` if a setting is invalid, if training fails, or if `profile` is not writable.
-    Also raises errors as `open_job` and `Rounds` do.
+    Also raises whatever `open_job` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -63,7 +63,7 @@ def run(
 def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
     """Return times, rates and memory by name, as `Value`s or plain values.
 
-    `n_steps` is the number of steps per round; None chooses it so that a round takes
+    `n_steps` is the number of steps per round. If it is None, it is chosen so that a round takes
     `ROUND_SECONDS`. All processes call this together. Raises `UsageError` if training fails.
     """
     rounds.train(WARM_UP)
@@ -96,7 +96,7 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
 def rates(
     rounds: Rounds, seconds: Sequence[float], products: Sequence[float], size: int
 ) -> dict[str, Any]:
-    """Return the time per step and the rates that follow from it by name, as in `measure`.
+    """Return the time per step and the rates derived from it, in the format of `measure`.
 
     `seconds` holds each round's seconds per step, and `products` holds the job's FLOP/s in size x
     size matmuls in the same rounds.

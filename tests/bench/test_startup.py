@@ -33,7 +33,7 @@ def test_a_warm_start_compiles_nothing(tmp_path):
         (["model.n_head=3"], "model.n_head=3"),
         (
             ["--train-range-to-skip", 1, 9],
-            "train_range_to_skip=1 9: skips step 1, which bench startup times",
+            "train_range_to_skip=1 9: skips step 1, which bench startup measures",
         ),
     ],
 )
