@@ -96,9 +96,9 @@ def _look_up(
     """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) of a step.
 
     A record has the step, the row's number, its `origin` and, with a loss mask, the number of
-    `targets` that count. `run` is None without a run directory. The tokens of all rows are int32
-    (B, T+1). Their weights are uint8 (B, T+1), or None without a loss mask. Notes are remarks and
-    warnings for the user.
+    `targets` that count. `run` is None if there is no run directory. The tokens of all rows are
+    int32 (B, T+1). Their weights are uint8 (B, T+1), or None without a loss mask. Notes are remarks
+    and warnings for the user.
 
     Raises:
         UsageError: if the data, rewinds.json or the JSON of a checkpoint cannot be read, if a
@@ -125,7 +125,7 @@ def _look_up(
 
 @functools.lru_cache(maxsize=1000)
 def row_text(run: Path, step: int, row: int) -> str:
-    """Return the origin and the text of a row of a step of a run, or why it cannot be read."""
+    """Return the origin and text of one row of a run's step, or the reason it cannot be read."""
     if step < 1:  # from a damaged record
         return f"row {row} cannot be read: there is no step {step}"
     try:
@@ -172,8 +172,8 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
     """Return one note for each reason why a run may not have trained on the rows of a step.
 
-    `run` is None without a run directory. Raises `UsageError` if the data cannot be read, and as
-    `read_rewinds` and `valid_checkpoints` do.
+    `run` is None if there is no run directory. Raises `UsageError` if the data cannot be read. Also
+    raises whatever `read_rewinds` and `valid_checkpoints` raise.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -192,7 +192,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
 
 
 def _checkpoint_before(run: Path | None, step: int) -> int:
-    """Return the step of the last checkpoint before `step`, or of the last one if none is earlier.
+    """Return the step of the newest checkpoint before `step`, or of the newest if none is earlier.
 
     Raises:
         UsageError: if there is no checkpoint.
@@ -215,7 +215,7 @@ def row_losses(
 
     All processes must call this. `tokens` and `weights` come from `_look_up`. Raises `UsageError`
     if the mesh does not fit the devices, or if the checkpoint is damaged or does not fit the
-    configuration. Also raises errors as `initialize_jax` does.
+    configuration. Also raises whatever `initialize_jax` raises.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 

@@ -1,4 +1,4 @@
-"""The library: training, models and batches in Python, as `import jaxgpt` offers them.
+"""The library: training, models and batches in Python, available through `import jaxgpt`.
 
 JAX is imported when a `Trainer` or a model is built.
 """
@@ -77,7 +77,7 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
 
 
 class StepBatch(NamedTuple):
-    """The global batch of a step. Inputs are `tokens[:, :-1]`, and targets `tokens[:, 1:]`."""
+    """The global batch of a step. Inputs are `tokens[:, :-1]`, and targets are `tokens[:, 1:]`."""
 
     step: int
     tokens: np.ndarray  # int32 (B, T+1): token IDs
@@ -111,15 +111,16 @@ def load_model(
     """Return a trained model, for `logits`, `generate` and `score`.
 
     Args:
-        run: a run directory, or the folder of a Hugging Face model. `hf:FOLDER` is the latter, too.
+        run: a run directory, or the folder of a Hugging Face model, with or without the prefix
+            `hf:`.
         step: the checkpoint to load; None loads the newest.
         mesh: the mesh to run the model on.
         dtype: dtype of the computation, float32 or bfloat16; None uses the run's.
         batch_size: number of rows to compute at once.
         cluster: the processes of the job; None means only this process.
 
-    Raises `UsageError` if there is no such checkpoint, if it is damaged, if `dtype` is another one,
-    or if the mesh does not fit the devices or the model.
+    Raises `UsageError` if there is no such checkpoint, if it is damaged, if `dtype` is not
+    supported, or if the mesh does not fit the devices or the model.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
@@ -130,12 +131,12 @@ def load_model(
 
 
 class Trainer:
-    """A training run without its loop, logs and recovery: train, evaluate, save and restore.
+    """A training run without the loop, logs or recovery: train, evaluate, save and restore.
 
     With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
-    bit. The command can continue a run that `save` wrote, and `restore` can continue a run of the
-    command. A trainer writes to a run directory only in `save`. It detects loss spikes, but does
-    not rewind.
+    bit. The command can continue a run that `save` wrote, and `restore` can continue a run that the
+    command wrote. A trainer writes to a run directory only in `save`. It detects loss spikes, but
+    does not rewind.
 
     All processes of a job call the methods together.
     """
@@ -183,7 +184,7 @@ class Trainer:
 
     @property
     def state(self) -> "TrainState":
-        """The state after `step`. The next step donates its arrays, so copy those that you keep.
+        """The state after `step`. The next step donates its arrays, so copy any that you keep.
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration.
         """
@@ -274,7 +275,7 @@ class Trainer:
         """Save a checkpoint of this step in a run directory, and wait until it is complete.
 
         All commands can read the directory, and `python -m jaxgpt.train --out RUN` continues the
-        run. Older checkpoints are removed as checkpoint.keep says.
+        run. Older checkpoints are removed according to checkpoint.keep.
 
         Raises `UsageError` if the directory holds another run, or a checkpoint of this step or a
         later one, or if it cannot be written.
@@ -354,7 +355,7 @@ class Trainer:
 
 
 def _warn(notes: Iterable[str]) -> None:
-    """Show the warnings among log lines as Python warnings."""
+    """Issue the warnings in log lines as Python warnings."""
     for line in notes:
         if line.startswith("warning: "):
             warnings.warn(line.removeprefix("warning: "), stacklevel=3)

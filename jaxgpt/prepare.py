@@ -91,7 +91,7 @@ def prepare(
 
     Raises:
         UsageError: if the input is invalid, if Tiny Shakespeare cannot be downloaded, if a package
-            that the input needs is not installed, or if `check_new` raises it.
+            that the input needs is not installed, or if `check_new` rejects `directory`.
         OSError: if `directory` cannot be written.
     """
     if arguments.command != "text":

@@ -101,11 +101,11 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     """Repeat the steps and print the results; return whether anything differs.
 
     Process 0 prints a line for each step. `steps` must not be empty. `mesh` is in the format of
-    `--mesh`. None selects the mesh on which the run trained the first step to repeat, which is the
-    step after the checkpoint before the lowest of `steps`. All processes call this together. It
-    starts JAX. Raises `UsageError` if the mesh is invalid, if a checkpoint is damaged, if the data
-    has changed or cannot be read, or if a step cannot be repeated. Also raises errors as
-    `find_stretches` and `initialize_jax` do.
+    `--mesh`. If it is None, the mesh is the one that the run used for the first step to repeat (the
+    step after the newest checkpoint before the lowest of `steps`). All processes call this
+    together. It starts JAX. Raises `UsageError` if the mesh is invalid, if a checkpoint is damaged,
+    if the data has changed or cannot be read, or if a step cannot be repeated. Also raises whatever
+    `find_stretches` and `initialize_jax` raise.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
@@ -193,7 +193,7 @@ def _parts(
     """
 
     def config_of(step: int) -> dict[str, Any]:
-        """Return the configuration of the nearest checkpoint with the batch size of a step.
+        """Return the configuration of the nearest checkpoint that has this step's batch size.
 
         Checkpoints at or after the step are preferred. If no checkpoint has that batch size, the
         configuration of the nearest checkpoint is changed to that batch size.
@@ -295,7 +295,7 @@ class Repeater:
     def restore_or_init(self, step: int) -> Any:
         """Return the state after `step`, from its checkpoint; for step 0, the initial state.
 
-        All processes call this together. Raises errors as `Checkpoints.restore` does.
+        All processes call this together. Raises the same errors as `Checkpoints.restore`.
         """
         from jaxgpt.train.state import restore_state
 

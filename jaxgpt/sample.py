@@ -56,7 +56,7 @@ def parser() -> CommandParser:
         metavar="TEXT",
         help="end a text before this string; may be repeated",
     )
-    out.add_argument("--stream", action="store_true", help="show texts while they are generated")
+    out.add_argument("--stream", action="store_true", help="print texts while they are generated")
     about = "random seed; default 1337. Sample i of each prompt uses seed + i"
     out.add_argument("--seed", type=number, default=1337, help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to run the model on")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
 def write(arguments: argparse.Namespace) -> None:
     """Generate samples, and print them on process 0, separated by --- lines.
 
-    Connects the processes of the job. Raises `UsageError` as `check_options` and `samples` do.
+    This connects the processes of the job. Raises `UsageError` like `check_options` and `samples`.
     """
     check_options(arguments)
     with join_process_group() as cluster:
@@ -94,7 +94,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return how the arguments say that each token is chosen."""
+    """Return the sampling options in the arguments."""
     top_k = arguments.top_k or None
     return Sampling(arguments.temperature, top_k, arguments.top_p, arguments.min_p)
 
@@ -129,10 +129,11 @@ def read_text(path: Path, where: str) -> str:
 
 
 def read_prompt_file(path: Path) -> dict[str, str]:
-    """Return the prompts in a file, by the place of each: one per line that is not blank.
+    """Return the prompts in a file, one per nonblank line, keyed by file and line number.
 
     A line of a .jsonl file is a JSON string, or an object whose `prompt` is one. Raises
-    `UsageError` if the file cannot be read or has no prompts, or if a line is not such JSON.
+    `UsageError` if the file cannot be read or has no prompts, or if a line of a .jsonl file has
+    another form.
     """
     prompts = {}
     for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):
@@ -155,7 +156,7 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
-    """Yield all texts so far, as they grow: those of the first prompt, then those of the second...
+    """Yield a list of all texts so far whenever they grow, in the order of the prompts.
 
     All processes must iterate over all texts. Raises `UsageError` if the run, its tokenizer, the
     mesh or a prompt cannot be used.
@@ -165,7 +166,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
         tokenizer = trained.tokenizer
         if tokenizer is None:
             raise UsageError(
-                f"--run {arguments.run}: has no tokenizer; set data.tokenizer in training, or "
+                f"--run {arguments.run}: has no tokenizer; set data.tokenizer when training, or "
                 "import the weights with --tokenizer"
             )
         prompts = cluster.run_on_all(read_prompts, arguments, tokenizer)
@@ -191,8 +192,8 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 
 
 def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
-    """Yield the output of `samples` in parts, each as soon as all that comes before it is final."""
-    number, written = 0, None  # the current text, and what has been yielded of it
+    """Yield the output of `samples` in parts, each as soon as everything before it is final."""
+    number, written = 0, None  # the current text, and the part of it that has been yielded
     for texts in snapshots:
         while number < len(texts):
             text, is_done = texts[number]
