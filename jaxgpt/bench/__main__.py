@@ -59,7 +59,7 @@ def parser() -> CommandParser:
         help="where to write; default: the folder for temporary files",
     )
     kind = bench("sample", "time to generate text, per token")
-    number(kind, "--tokens", "tokens to generate; default 200, or as many as fit")
+    number(kind, "--tokens", "tokens to generate; default 200, or fewer if they do not fit")
     kind = bench(
         "startup", "time to the first step, cold and warm, compared with the imports alone"
     )

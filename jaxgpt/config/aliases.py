@@ -244,7 +244,7 @@ KEY_SUGGESTIONS = {
     "enable_checkpointing": "use checkpoint.interval=0 to save only after the last step",
     "checkpointer.save_interval": "use checkpoint.interval_minutes=N",
     "eval_only": "use python -m jaxgpt.evaluate --run FOLDER, which evaluates on a whole split",
-    "always_save_checkpoint": "checkpoint.interval and checkpoint.keep say what is saved",
+    "always_save_checkpoint": "checkpoint.interval and checkpoint.keep control saving",
     "use_wandb wandb_log metrics.enable_wandb": "use train.trackers=wandb",
     "tensorboard_dir": "event files go to tensorboard/ in the run directory",
     # data
@@ -252,7 +252,7 @@ KEY_SUGGESTIONS = {
     "train_data dataset_path": (
         "use data.path=PREFIX for one source, or data.file_list=FILE for weighted sources"
     ),
-    "dataset_type mock_data": "without data settings, a data set that needs no download is used",
+    "dataset_type mock_data": "without data settings, a dataset that needs no download is used",
     "vocab_file merge_file tokenizer_model": (
         "use data.tokenizer=FOLDER, or prepare the data with --tokenizer FOLDER"
     ),
@@ -270,7 +270,7 @@ KEY_SUGGESTIONS = {
         "use optimizer.name=muon optimizer.learning_rate=X for the matrices, and "
         "optimizer.adamw_learning_rate=Y for all other parameters"
     ),
-    "shuffle_sample shuffle_sample_in_corpus": "samples are always shuffled over the whole data",
+    "shuffle_sample shuffle_sample_in_corpus": "samples are always shuffled across all data",
     "step_batch_size_schedule rampup_batch_size": (
         "use train.batch_size=N, and change it when you resume the run"
     ),
@@ -279,9 +279,9 @@ KEY_SUGGESTIONS = {
         "use parallel.schedule=circular with parallel.stage_repeats=V, where V is the number of "
         "groups of layers on each stage"
     ),
-    "expert_model_parallel_size expert_parallel_degree": "there are no mixtures of experts",
+    "expert_model_parallel_size expert_parallel_degree": "mixture of experts is not supported",
     "fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather": (
-        "there is no training in 8 bits"
+        "8-bit training is not supported"
     ),
 }
 

@@ -249,20 +249,20 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
         if line.shown.get("micro_batch_size", "").startswith("--micro"):
             line.default_config = "megatron"
             line.default_notes.append(
-                "--micro-batch-size: a command line of Megatron, so settings that it does not "
-                "give have Megatron's defaults (--config megatron)"
+                "--micro-batch-size: this is a Megatron command line, so settings that are not "
+                "given have Megatron's defaults (--config megatron)"
             )
         elif {"maxtext", "per_device", "output"} & line.later.keys():
             line.default_config = "maxtext"
             line.default_notes.append(
-                "a command line of MaxText without model_name=NAME selects MaxText's default "
-                "model, 1.1B parameters (--config maxtext)"
+                "a MaxText command line without model_name=NAME selects MaxText's default model, "
+                "with 1.1B parameters (--config maxtext)"
             )
         elif is_wordplay:
             line.default_config = "wordplay"
             line.default_notes.append(
-                "a command line of wordplay without +experiment=NAME selects wordplay's default "
-                "model, GPT-2's 85M shape on characters (--config wordplay)"
+                "a wordplay command line without +experiment=NAME selects wordplay's default: an "
+                "85M model with GPT-2's shape, on characters (--config wordplay)"
             )
             if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
                 line.default_words["train.batch_size_per_device"] = ["12"]

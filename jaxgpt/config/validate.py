@@ -59,7 +59,7 @@ def validate(config: Config) -> None:
     _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; set only one of them")
     _require(
         config.parallel.offload != "state" or len(set(config.model.layers)) < 2,
-        f"parallel.offload=state: all layers must be of one kind, but model.layers="
+        f"parallel.offload=state: all layers must be of the same kind, but model.layers="
         f"{' '.join(config.model.layers)}; use parallel.offload=moments",
     )
     _require(

@@ -120,7 +120,7 @@ def check_hosts(job: Job) -> Check:
     if len(set(sizes.values())) > 1:
         uneven = _by_value([str(sizes[f.host]) for f in job], job)
         remedy = "give the launcher a number of processes per host (-ppn, --ntasks-per-node)"
-        return Check("hosts", "WARN", f"the number of processes differs: {uneven}", remedy)
+        return Check("hosts", "WARN", f"hosts run different numbers of processes: {uneven}", remedy)
     each = f"{count(sizes[job[0].host], 'process', 'es')} on {'each' if len(sizes) > 1 else 'it'}"
     return Check("hosts", "OK", f"{count(len(sizes), 'host')} ({names}), {each}")
 
