@@ -8,9 +8,9 @@ Without `--worst`, this needs only the data, and is as fast for step 10^9 as for
 If the data has a loss mask, `targets` is the number of targets in a row that count toward the loss,
 and their text is printed between [[ and ]].
 
-`sequence` is the index of a row in the order of all samples, from 0. A run never repeats or skips a
-sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the command uses
-the batch size that the run trained with; for later steps, it uses train.batch_size.
+`sequence` is the index of a row in the order of all samples, counted from 0. A run never repeats or
+skips a sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the
+command uses the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Completion of commands, settings, their values and presets with the Tab key, in bash and zsh."""
+"""Tab completion of commands, settings, values and presets in bash and zsh."""
 
 from collections.abc import Iterable
 
@@ -36,7 +36,7 @@ complete -o default -F _jaxgpt jaxgpt python python3"""
 
 
 def bash_script(commands: Iterable[str]) -> str:
-    """Return a shell script that completes the command lines of jaxgpt.
+    """Return a shell script that completes jaxgpt command lines.
 
     `commands` are the names of the commands, such as train.
     """

@@ -13,7 +13,7 @@ class UsageError(ValueError):
     """A mistake that the user can fix; the exit status is 2.
 
     The message says on one line what is wrong and how to fix it. If there are several mistakes,
-    each is an argument and gets its own line.
+    each is one argument of the exception and gets its own line.
     """
 
     def __str__(self) -> str:

@@ -455,7 +455,7 @@ class Config:
 
     @property
     def document_end(self) -> int | None:
-        """The ID of the token that ends a document; None if attention crosses documents.
+        """The ID of the token that ends a document; None if attention crosses document boundaries.
 
         With data.document_mask, it is also None until data.end_of_text is set, by the user or by
         `data.dataset.with_vocabulary`.

@@ -359,7 +359,7 @@ def _set_mesh(line: CommandLine) -> None:
             shown = line.shown[f"mesh.{axis}"]
             line.leave_out(shown, f"{shown}: must be a whole number, at least 1, or -1")
             return
-        sizes[axis] = -1 if -1 in factors else math.prod(factors)  # MaxText gives two factors
+        sizes[axis] = -1 if -1 in factors else math.prod(factors)  # MaxText has two flags per axis
     if "parallel.mesh" in line.words:
         try:
             typed = MeshShape.parse(line.words["parallel.mesh"][0])
@@ -382,7 +382,7 @@ def _set_mesh(line: CommandLine) -> None:
 def _set_batch(line: CommandLine) -> None:
     """Set the batch size from Megatron's and nanoGPT's microbatch sizes."""
     later, words = line.later, line.words
-    if "per_device" in later:  # MaxText counts all devices, also those with parts of the same rows
+    if "per_device" in later:  # MaxText counts all devices, even if they share rows
         shown, number = line.shown["per_device"], later["per_device"][0]
         size = _whole(number.removesuffix(".0"))
         if size:

@@ -322,7 +322,7 @@ def _check_sequence(config: Config, shape: MeshShape) -> None:
 
 
 def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return why parallel.context_impl=ulysses is not possible, or None if it is."""
+    """Return the reason why ulysses attention is impossible, or None if it is possible."""
     roles, n_head = ("splits_sequence", "splits_heads"), config.model.n_head
     if n_head % (n := shape.split_of(*roles)):
         return f"{' x '.join(axes_with(*roles))} = {n} does not divide model.n_head={n_head}"
@@ -330,7 +330,7 @@ def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
 
 
 def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return why parallel.context_impl=ring is not possible, or None if it is."""
+    """Return the reason why ring attention is impossible, or None if it is possible."""
     model, n_chunks = config.model, 2 * shape.split_of("splits_sequence")
     if model.block_size % n_chunks:
         axes = " x ".join(axes_with("splits_sequence"))

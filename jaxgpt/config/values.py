@@ -88,7 +88,7 @@ def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
 def words_of(kind: Any) -> list[str]:
     """Return the fixed words that a type allows, such as True and False.
 
-    The result is empty if there are none, or only None.
+    The result is empty if there are no fixed words, or if the only one is None.
     """
     if kind is bool:
         return ["True", "False"]

@@ -1,4 +1,4 @@
-"""Convert weights and commands of other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
+"""Convert weights and commands from other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
 
 Imported weights are saved as the checkpoint of step 0. Start a run from them with
 `train.init_from=DIR`, or generate text with `python -m jaxgpt.sample --run DIR`.

@@ -104,12 +104,12 @@ def _parts(word: str, is_evaluated: bool) -> list[str]:
 def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
-    except ValueError:  # a quote without an end
+    except ValueError:  # an unterminated quote
         return text.split()
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
-    """Return the text with variables and arithmetic replaced; unknown variables remain."""
+    """Return the text with variables and arithmetic expanded; unknown variables remain."""
 
     def value(match: re.Match) -> str:
         name, default = match[1] or match[4], match[3]

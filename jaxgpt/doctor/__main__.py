@@ -39,9 +39,9 @@ def parser() -> CommandParser:
     out.add_argument(
         "--mesh",
         metavar="D,F,T",
-        help="measure collectives on this mesh. The default has the data axis across hosts and the "
-        "tensor axis within each host. On a single host, all devices are on the data axis. A "
-        "single process on a CPU simulates four devices.",
+        help="measure collectives on this mesh. By default, the data axis spans the hosts, and the "
+        "tensor axis spans the devices of each host. On a single host, all devices are on the data "
+        "axis. A single process on a CPU simulates four devices.",
     )
     out.add_argument("--out", type=file_path, metavar="DIR", help=f"run directory; default: {OUT}")
     out.add_argument(

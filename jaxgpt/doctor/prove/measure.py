@@ -71,7 +71,7 @@ def row(
 class Commands:
     """Runs the commands of one check, and appends their output to `log` in the check's folder.
 
-    The output of a `run`, `report` or `json` that reaches the time limit is lost.
+    If a call of `run`, `report` or `json` reaches the time limit, its output is lost.
     """
 
     def __init__(self, folder: Path, seconds: float, nanogpt: Path | None, torch: str):
