@@ -101,8 +101,8 @@ def _look_up(
     and warnings for the user.
 
     Raises:
-        UsageError: if the data, rewinds.json or the JSON of a checkpoint cannot be read, if a
-            setting does not fit the data, or if `wanted` is not a valid range of rows.
+        UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting
+            does not fit the data, or if `wanted` is not a valid range of rows.
     """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)

@@ -37,7 +37,7 @@ def expand_user(path: str, key: str = "") -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's message, without the error number and path of an `OSError`.
+    """Return an error's message, without the error number or path of an `OSError`.
 
     An error without a message is described by its type.
     """

@@ -262,7 +262,7 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
             line.default_config = "wordplay"
             line.default_notes.append(
                 "a wordplay command line without +experiment=NAME selects wordplay's default: an "
-                "85M model with GPT-2's shape, on characters (--config wordplay)"
+                "85M character-level model with GPT-2's shape (--config wordplay)"
             )
             if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
                 line.default_words["train.batch_size_per_device"] = ["12"]

@@ -23,8 +23,8 @@ KINDS = {
     "from-megatron": ("megatron", "import a Megatron-LM or Megatron-DeepSpeed GPT checkpoint"),
     "command": (
         "command",
-        "print jaxgpt's command for a command line or shell script of nanoGPT, wordplay, Megatron, "
-        "torchtitan, MaxText or levanter",
+        "print jaxgpt's command for a command line or shell script for nanoGPT, wordplay, "
+        "Megatron, torchtitan, MaxText or levanter",
     ),
 }
 

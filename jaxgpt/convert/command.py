@@ -81,7 +81,8 @@ def command(words: list[str]) -> list[str]:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Yield the statements of a script, without comments. Quotes and arrays may span lines."""
+    """Yield the statements of a script, without comments. Quotes and arrays may span several
+    lines."""
     text = re.sub(r"(^|\s)#.*", r"\1", text).replace("\\\n", " ")
     statement = ""
     for line in text.splitlines():

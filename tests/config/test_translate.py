@@ -71,7 +71,7 @@ def test_a_command_of_the_course_has_the_settings_in_its_log():
     assert (optimizer.learning_rate, optimizer.min_lr, optimizer.weight_decay) == (6e-4, 6e-5, 0.1)
     assert (optimizer.warmup_iters, optimizer.lr_decay_iters) == (100, 600_000)
     assert (optimizer.beta1, optimizer.beta2, optimizer.grad_clip) == (0.9, 0.95, 1.0)
-    assert any("85M model with GPT-2's shape, on characters" in text for text in notes)
+    assert any("85M character-level model with GPT-2's shape" in text for text in notes)
 
 
 @pytest.mark.parametrize(
