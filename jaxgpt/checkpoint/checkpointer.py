@@ -102,8 +102,8 @@ class Checkpoints:
         """Prepare for saving: remove interrupted saves, and create the folder in checkpoint.local.
 
         `tree` has the arrays to save, or their shapes. All processes call this together. Raises
-        `UsageError` on all of them if a checkpoint does not fit into the free space of the run
-        directory or that space cannot be read, or if checkpoint.local cannot be written or is not
+        `UsageError` on all of them if the run directory has too little free space for a checkpoint,
+        if its free space cannot be determined, or if checkpoint.local cannot be written or is not
         shared. The free space of checkpoint.local is not checked.
         """
         if self._local is not None:
@@ -114,7 +114,7 @@ class Checkpoints:
             raise UsageError(f"{self._folder}: {problem}; {_remedy(problem)}")
 
     def is_due(self, step: int) -> bool:
-        """Return whether a save is due by checkpoint.interval or checkpoint.interval_minutes.
+        """Return whether checkpoint.interval or checkpoint.interval_minutes requires a save now.
 
         All processes call this together after each step. With checkpoint.interval_minutes, process
         0 checks its clock every train.log_interval steps.
@@ -130,9 +130,9 @@ class Checkpoints:
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
         """Start saving arrays and JSON; the caller may donate the arrays after this returns.
 
-        This first waits for an earlier save. It then removes an existing checkpoint of this step,
-        and those that the retention settings do not keep. If this save fails, the next `save`,
-        `restore` or `close` reports it. All processes call this together.
+        This first waits for any earlier save to finish. It then removes an existing checkpoint of
+        this step, and those that the retention settings do not keep. If this save fails, the next
+        `save`, `restore` or `close` reports it. All processes call this together.
 
         Args:
             step: the step after which `tree` was computed.
@@ -177,8 +177,8 @@ class Checkpoints:
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
         """Restore the checkpoint of `step`: return its arrays, bit for bit, and its JSON.
 
-        The JSON is as in `read_meta`. This first waits for saves in progress. All processes call
-        this together.
+        The JSON is in the format of `read_meta`. This first waits for saves in progress. All
+        processes call this together.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
@@ -195,7 +195,7 @@ class Checkpoints:
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """Remove the local checkpoints after `step`, which a restart abandoned.
+        """Remove the local checkpoints of the steps after `step`, which a restart has abandoned.
 
         Call this on process 0.
         """
@@ -277,7 +277,7 @@ class Checkpoints:
         return problem
 
     def _settle(self, is_final: bool = False) -> None:
-        """Wait for the save and the copy in progress; agree on their outcome with all processes.
+        """Wait for any save and copy in progress, and make all processes agree on the outcome.
 
         If a local checkpoint has been written, its copy is in progress when this returns.
         """
@@ -305,7 +305,7 @@ class Checkpoints:
                     self._start_copy(writing)
 
     def _settle_all(self, is_final: bool = False) -> None:
-        """Wait until no save and no copy is in progress."""
+        """Wait until no save or copy is in progress."""
         self._settle(is_final)
         self._settle(is_final)  # waits for the copy that the first call started
 
@@ -337,7 +337,7 @@ class Checkpoints:
             # subtract the time since its folder was last modified.
             try:
                 age = time.time() - (self._folder / str(save.step)).stat().st_mtime
-            except OSError:  # the run directory has just vanished, which the next save reports
+            except OSError:  # the run directory has vanished; the next save reports it
                 age = 0.0
             seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
@@ -506,7 +506,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 def silence_orbax() -> None:
     """Silence Orbax, which logs every save and every error, even though it also raises the errors.
 
-    This silences the loggers absl and asyncio and one warning for the whole process, and replaces
+    For the whole process, this silences the absl and asyncio loggers and one warning, and replaces
     `sys.unraisablehook`.
 
     When one array fails, Orbax closes the event loop that the other arrays still use, and leaves

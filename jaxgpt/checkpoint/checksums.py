@@ -1,4 +1,4 @@
-"""Checksums of arrays, which do not depend on the mesh.
+"""Mesh-independent checksums of arrays.
 
 The devices compute the checksums before a checkpoint is written and after it is read. A mismatch
 shows that a disk, a file system or a copy has changed the data.
@@ -52,7 +52,7 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
     """Return the devices that hold each distinct shard, as indices into the flattened mesh.
 
-    There is one list for each shard, in the order of the shards' first devices.
+    There is one list for each shard. The lists are sorted by their first devices.
     """
     mesh = sharding.mesh
     splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
@@ -63,7 +63,7 @@ def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
 
 
 def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
-    """Return the contribution (modulo 2^32) of a part of an array to the array's checksum.
+    """Return what a part of an array contributes (modulo 2^32) to the array's checksum.
 
     The host computes it.
 

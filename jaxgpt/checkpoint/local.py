@@ -75,11 +75,12 @@ class LocalFolder:
     def recover(self, log_interval: int) -> list[str]:
         """Complete any interrupted copies of checkpoints; return log lines. Call it on process 0.
 
-        Checkpoints that the run directory already has are removed here. If metrics.jsonl in the run
-        directory ends `log_interval` or more steps before a checkpoint, the run has since continued
-        without this folder. The checkpoint is then stale and is renamed to STEP.stale. A checkpoint
-        whose JSON is damaged is left there, with a warning. Raises `UsageError` if a checkpoint
-        cannot be read, copied or renamed, and `OSError` if metrics.jsonl cannot be read.
+        A local checkpoint is removed if the run directory already has it. If metrics.jsonl in the
+        run directory ends `log_interval` or more steps before a checkpoint, the run has since
+        continued without this folder. The checkpoint is then stale and is renamed to STEP.stale. A
+        checkpoint whose JSON is damaged stays in the folder, with a warning. Raises `UsageError` if
+        a checkpoint cannot be read, copied or renamed, and `OSError` if metrics.jsonl cannot be
+        read.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -111,9 +112,10 @@ class LocalFolder:
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Move a checkpoint to the run directory, where it is either complete or absent.
+        """Copy a checkpoint to the run directory, where it is either complete or absent.
 
-        Remove it and older local checkpoints afterwards. Raises `OSError` if it cannot be copied.
+        Afterwards, remove the original and older local checkpoints. Raises `OSError` if it cannot
+        be copied.
         """
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")
@@ -131,7 +133,7 @@ class LocalFolder:
 
     def remove(self, step: int) -> None:
         """Remove the local copy of a checkpoint; errors are ignored, and `recover` tries again."""
-        with contextlib.suppress(OSError):  # harmless: `recover` removes it next time
+        with contextlib.suppress(OSError):  # harmless: `recover` tries again
             shutil.rmtree(self._path(step))
 
     def _path(self, step: int) -> Path:

@@ -98,11 +98,11 @@ def newest_undamaged(
     """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
     This reads and checks only the JSON of each checkpoint. If there is no checkpoint, the step is
-    None and the JSON is empty. Checkpoints after the step `last` are ignored. `on_damage` is the
-    value of checkpoint.on_damage.
+    None and the JSON is empty. Checkpoints after step `last` are ignored. `on_damage` is the value
+    of checkpoint.on_damage.
 
     Raises:
-        DamagedCheckpoint: all checkpoints are damaged, or the newest one is and
+        DamagedCheckpoint: all checkpoints are damaged, or the newest one is damaged and
             checkpoint.on_damage=refuse.
         UsageError: the JSON of a checkpoint is temporarily unreadable or belongs to another step.
     """
@@ -148,7 +148,7 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run does not have that checkpoint, or no checkpoint at all.
+    Raises `UsageError` if the run does not have that checkpoint, or has no checkpoints at all.
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
@@ -168,7 +168,7 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
     Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. If the
-    newest checkpoint is damaged or not readable, raises errors as `read_meta` does.
+    newest checkpoint is damaged or not readable, raises the same errors as `read_meta`.
     """
     steps = list_checkpoints(directory)
     if not steps:

@@ -13,8 +13,8 @@ def kept_steps(
 ) -> set[int]:
     """Return the steps whose checkpoints are kept.
 
-    These are the newest checkpoint.keep, multiples of checkpoint.keep_every, and the
-    checkpoint.keep_best with the lowest losses.
+    These are the newest checkpoint.keep steps, the multiples of checkpoint.keep_every, and the
+    checkpoint.keep_best steps with the lowest validation losses.
 
     Args:
         saved: the steps of all checkpoints, oldest first.
@@ -22,7 +22,7 @@ def kept_steps(
         rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
             checkpoint.interval. Rewinds use only these, and not checkpoints that were saved because
             of a signal.
-        losses: validation losses by step; checkpoints without one are not among the best.
+        losses: validation losses by step; checkpoints without a loss are not among the best.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:
@@ -37,8 +37,8 @@ def kept_steps(
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
     """Return the steps in `saved` whose checkpoints should be removed from a run directory.
 
-    `saved` has the oldest step first. Validation losses are read from metrics.jsonl, so that they
-    are also known after a restart. If that fails, checkpoint.keep_best keeps nothing.
+    `saved` is sorted, with the oldest step first. Validation losses are read from metrics.jsonl, so
+    that they are also known after a restart. If that fails, checkpoint.keep_best keeps nothing.
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:

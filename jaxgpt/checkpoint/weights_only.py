@@ -31,8 +31,8 @@ class WeightsWriter:
     """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
 
     The constructor creates this folder, which must not exist; model.vocab_size must be set. The
-    checkpoint is not valid before `close`. Errors of the file system, Orbax and TensorStore are
-    propagated.
+    checkpoint is not valid until `close` has returned. Errors of the file system, Orbax and
+    TensorStore are propagated.
     """
 
     def __init__(self, directory: Path, model: ModelConfig):
@@ -51,8 +51,8 @@ class WeightsWriter:
     def write(self, name: str, index: Index, array: np.ndarray) -> None:
         """Write `array` as float32 to the parameter `name`, at `index`.
 
-        `index` has integers and contiguous slices; `array` has the shape that it selects. Later
-        dimensions are written in full. Each element must be written exactly once.
+        `index` has integers and contiguous slices; `array` has the shape that `index` selects. Any
+        remaining dimensions are written in full. Each element must be written exactly once.
         """
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
@@ -110,7 +110,7 @@ class WeightsWriter:
 class WeightsReader:
     """Reads the parameters of a checkpoint and verifies the checksum of each array.
 
-    The constructor raises `DamagedCheckpoint` or `UsageError` as `read_meta` does.
+    The constructor raises `DamagedCheckpoint` or `UsageError` like `read_meta`.
     """
 
     def __init__(self, directory: Path, step: int):
@@ -122,7 +122,8 @@ class WeightsReader:
 
         About `BLOCK_BYTES` are in memory at a time. A run may save all layers of an array as one
         chunk, which is then read as a whole. Raises `UsageError` if the array cannot be read, has
-        another shape, or does not match its checksum, which is verified after the last block.
+        another shape, or does not match its checksum. The checksum is verified after the last
+        block.
         """
         import tensorstore
 

@@ -14,8 +14,8 @@ from jaxgpt.config import UsageError
 
 COORDINATOR, RANK, SIZE = "JAXGPT_COORDINATOR", "JAXGPT_RANK", "JAXGPT_SIZE"
 
-# (rank variable, size variable, launcher name), most reliable first. Without one of these
-# variables, mpi4py is not imported, because MPI can abort on login nodes.
+# (rank variable, size variable, launcher name), most reliable first. mpi4py is imported only if one
+# of these variables is set, because MPI can abort on login nodes.
 MPI_LAUNCHERS = (
     ("PALS_RANKID", "PMI_SIZE", "Cray PALS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
@@ -32,7 +32,7 @@ SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that can occur on only some processes, so each of them prints its own."""
+    """A `UsageError` that may affect only some processes, each of which prints its message."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     """Identify this process from the first launcher found in its environment.
 
     The order is: jaxgpt's own variables, torchrun, srun with a PMI version that MPICH cannot use,
-    MPI launchers (including MPI under srun), plain srun, torch's RANK and WORLD_SIZE. Without any
-    of them, the job has a single process. Raises `UsageError` if the variables are malformed or
+    MPI launchers (including MPI under srun), plain srun, torch's RANK and WORLD_SIZE. If none of
+    them is set, the job has a single process. Raises `UsageError` if the variables are malformed or
     inconsistent.
     """
     if RANK in environ or SIZE in environ:
@@ -118,7 +118,7 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """Return a name for this job, which can be part of a path.
+    """Return a name for this job that can be used in a path.
 
     Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, on hosts with
     /proc, only processes on this host share it. A concurrent job may have the same name only if it

@@ -30,11 +30,11 @@ PLUGINS = {
 
 
 def accelerator_expected() -> bool:
-    """Return whether JAX should find an accelerator on this host, without importing JAX.
+    """Return, without importing JAX, whether JAX should find an accelerator on this host.
 
-    If JAX_PLATFORMS is set, the result is whether it differs from `cpu`. Otherwise, a JAX plugin
-    must be installed, and this host must have a device file for it that the environment does not
-    hide.
+    If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, one is
+    expected if a JAX plugin is installed and this host has a device file for it that the
+    environment does not hide.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
@@ -50,8 +50,8 @@ def accelerator_expected() -> bool:
 def count_accelerators() -> int:
     """Return the number of accelerators on this host, according to their device files.
 
-    NVIDIA, AMD and Google accelerators are tried in this order, and only one vendor is counted.
-    Intel accelerators are not counted.
+    Only one vendor's accelerators are counted: NVIDIA's, or else AMD's, or else Google's. Intel
+    accelerators are not counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))

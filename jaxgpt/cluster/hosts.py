@@ -26,7 +26,7 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
     """Return the hosts of this job and their source (a variable, `--hosts` or `this host`).
 
     The first of these that is set determines the hosts: `file`, PBS_NODEFILE, SLURM_JOB_NODELIST,
-    HOSTFILE. Without any of them, this is the only host.
+    HOSTFILE. If none of them is set, this is the only host.
 
     A PBS node file often exists only on the job's first host, so in a running job, call this on
     process 0. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
@@ -46,9 +46,9 @@ def read_host_file(path: str, option: str) -> Hosts:
     """Read a host file with lines `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
     PBS lists a host once per slot, so the slots of repeated lines are added up, and a line without
-    slots counts as one. If no line gives slots and no host is repeated, all slots are None. Other
-    words of the form `key=value` are ignored. Raises a `UsageError` that names `option` if the file
-    is unreadable, malformed or empty.
+    slots counts as one. If no line specifies slots and no host is repeated, all slots are None.
+    Other words of the form `key=value` are ignored. Raises a `UsageError` that names `option` if
+    the file is unreadable, malformed or empty.
     """
     try:
         with open(path, errors="replace") as file:
@@ -102,7 +102,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expand `001-003,007`, keeping leading zeros; return an empty list if it is malformed."""
+    """Expand `001-003,007`, keeping leading zeros; return an empty list if malformed."""
     out: list[str] = []
     for word in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
@@ -136,9 +136,9 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 def reachable_name() -> str:
     """Return this host's name or, if other hosts cannot use it, its address on the network.
 
-    Other hosts cannot use a name that does not resolve, or that resolves to a loopback address. The
-    address is the one on the route to 10.255.255.255, usually the default route. Without a network,
-    the name is returned anyway.
+    Other hosts cannot use a name that does not resolve, or that resolves to a loopback address. In
+    that case, the result is the address on the route to 10.255.255.255, which is usually the
+    default route. If there is no network, the name is returned anyway.
     """
     name = socket.getfqdn()
     try:

@@ -13,7 +13,8 @@ MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun
 def launch_line(environ: Mapping[str, str]) -> str | None:
     """Return the command line that started this job, quoted for a shell; None if it is unknown.
 
-    It is known if jaxgpt.launch started the job, or a launcher in `MPIEXEC` that runs on this host.
+    It is known if the job was started by jaxgpt.launch, or by a launcher in `MPIEXEC` that runs on
+    this host.
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
@@ -24,15 +25,15 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 def find_mpiexec() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
-    None means that this process has no ancestor on this host whose name is in `MPIEXEC`, or that
-    this host has no /proc.
+    Returns None if no ancestor of this process on this host has a name in `MPIEXEC`, or if this
+    host has no /proc.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited
         while process > 1:
             folder = Path(f"/proc/{process}")
             words = (folder / "cmdline").read_text(errors="replace").removesuffix("\0").split("\0")
-            # The second word is the name if the mpiexec is a script.
+            # If mpiexec is a script, its name is the second word.
             if any(Path(word).name in MPIEXEC for word in words[:2]):
                 return process, words
             status = (folder / "stat").read_text(errors="replace")

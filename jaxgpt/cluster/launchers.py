@@ -42,7 +42,7 @@ class ProcessLayout:
 
     @property
     def is_local(self) -> bool:
-        """True if all processes run on this host, because no scheduler or file names hosts."""
+        """True if all processes run on this host: no scheduler or file lists the hosts."""
         return self.named_by == "this host"
 
     def __str__(self) -> str:
@@ -66,12 +66,12 @@ def place_processes(
     """Assign the processes of a job to its hosts.
 
     Args:
-        n: total number of processes; None starts `per_host` on each host.
-        per_host: processes per host. None divides `n` evenly. If `n` is also None, the default is
-            SLURM_NTASKS_PER_NODE, or else one process per device (without JAX_PLATFORMS=cpu), or
-            else SLURM_TASKS_PER_NODE, or else one. Slots in a host file limit this number, and
-            replace the last default, one, without JAX_PLATFORMS=cpu.
-        host_file: file that lists the hosts; None uses the hosts of the scheduler's job.
+        n: total number of processes. If None, each host runs `per_host` processes.
+        per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
+            None, the default is SLURM_NTASKS_PER_NODE, or else one process per device (without
+            JAX_PLATFORMS=cpu), or else SLURM_TASKS_PER_NODE, or else one. Slots in a host file
+            limit this number. Unless JAX_PLATFORMS=cpu, they also replace the final default of one.
+        host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
         spare: number of hosts at the end of the list to keep free.
 
@@ -127,7 +127,7 @@ def place_processes(
 
 
 def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
-    """Return the layout on other hosts of its job, with the same number of processes per host.
+    """Move a layout to other hosts of its job, with the same number of processes per host.
 
     `spares` is not updated.
     """
@@ -140,8 +140,8 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     """Return a line for each host of the layout with its ranks and their devices.
 
-    The devices are those that the environment or the known machine has, or else this host's; all
-    hosts are assumed to have the same.
+    The devices come from the environment or the known machine, or else from this host; all hosts
+    are assumed to have the same devices.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
@@ -188,11 +188,12 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Return the launcher for `layout`, and a text with its name and why it was chosen.
+    """Return the launcher for `layout`, and its name with the reason why it was chosen.
 
     On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
-    mpiexec that is installed with this Python: srun in a Slurm job, unless PBS_NODEFILE or HOSTFILE
-    names the hosts, and otherwise mpiexec, which is run with --version to identify it.
+    mpiexec that is installed with this Python. In a Slurm job, this is srun unless PBS_NODEFILE or
+    HOSTFILE lists the hosts. Otherwise, it is an mpiexec, which is run with --version to identify
+    it.
 
     Raises:
         UsageError: if no supported launcher is found.
@@ -228,7 +229,7 @@ def _site(layout: ProcessLayout, environ: Mapping[str, str]) -> str | None:
 
 
 def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Return the launcher that `mpiexec` is, according to its --version, and its name.
+    """Identify `mpiexec` by the output of --version; return its launcher and its name.
 
     Raises `UsageError` if it cannot be run or is not a supported launcher.
     """
@@ -262,7 +263,7 @@ def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, st
 
 
 def find_mpiexec(prefer_own: bool = True) -> str:
-    """Return the path of the mpiexec installed with this Python, or else the first other in PATH.
+    """Return the path of this Python's own mpiexec, or else of the first other one in PATH.
 
     With `prefer_own=False`, the one in PATH takes precedence.
 
@@ -342,7 +343,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
-    """Return the CPU count per process, at most an equal share of the allocation; 0 if unknown."""
+    """Return the CPUs per process (at most an equal share of the allocation), or 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
     asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun 22.05 and later ignore it
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
@@ -351,5 +352,5 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
 
 
 def _least(counts: str) -> int:
-    """Return the smallest of Slurm's counts per host, such as 8 for `16,8(x2)`, or 0 for none."""
+    """Return the smallest of Slurm's counts per host, such as 8 for `16,8(x2)`, or 0 if none."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

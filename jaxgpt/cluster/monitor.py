@@ -74,7 +74,7 @@ class Peer:
 
 
 class Monitor:
-    """Watches a job from one of its processes, and ends the job if a process fails or hangs.
+    """Monitors a job from one of its processes, and terminates it if any process fails or hangs.
 
     A single-process job does not call `connect`. If it calls `start`, the thread detects hangs.
     """
@@ -85,7 +85,7 @@ class Monitor:
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
         self.stalled = 0.0  # seconds during which the OS did not run this process
-        self.on_hang: Callable[[], None] = lambda: None  # called before a hang ends the job
+        self.on_hang: Callable[[], None] = lambda: None  # called on a hang, before the exit
         self.advice = ""  # appended to the report of a hang
         self._limit = limit
         self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
@@ -101,7 +101,7 @@ class Monitor:
     # Called from the main thread.
 
     def start(self) -> None:
-        """Start the thread unless it is already running, and close it when the process exits."""
+        """Start the thread unless it is already running, and stop it when the process exits."""
         if self._thread is None:
             is_up = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(is_up,), daemon=True)
@@ -113,9 +113,10 @@ class Monitor:
         """Connect all processes to process 0, and start the thread.
 
         `connection` is a listening socket on process 0, and a socket connected to process 0 on the
-        other processes. Process 0 waits for all others, which do not wait. If some processes do not
-        connect within `timeout` seconds, process 0 names them and ends the job. It also ends the
-        job if a process has a wrong rank or size. The job then ends with status 1.
+        other processes. Process 0 waits for all other processes, but they do not wait. If some
+        processes do not connect within `timeout` seconds, process 0 lists them and terminates the
+        job. It also terminates the job if a process has a wrong rank or size. In both cases, the
+        status is 1.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -139,9 +140,9 @@ class Monitor:
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
         """Report that `activity` is starting.
 
-        If there is a `HangLimit`, and the activity takes longer than the limit and `min_seconds`,
-        the job ends with status 70. All processes must report the same activities in the same
-        order.
+        If there is a `HangLimit`, and the activity takes longer than both its limit and
+        `min_seconds`, the job ends with status 70. All processes must report the same activities in
+        the same order.
         """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
@@ -170,17 +171,17 @@ class Monitor:
     def write_stacks_to(self, directory: Path) -> None:
         """If the job hangs, write this process's stacks to hang-RANK.txt in `directory`.
 
-        The report of the hang then names these files.
+        The report of the hang then says where these files are.
         """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
         self.advice += "resume, start again with the same --out"
 
     def end_job(self, report: str, status: int) -> None:
-        """Print `report` and end all processes with `status`, unless another process failed first.
+        """Print `report` and terminate all processes with `status`, unless another failed first.
 
         In that case, the other process's report and status are used. Returns only if it is called
-        in the monitor's own thread, which then ends the job.
+        in the monitor's own thread, which then terminates the job.
         """
         flush_stdout()
         if self._thread is None:
@@ -191,14 +192,14 @@ class Monitor:
 
     @contextlib.contextmanager
     def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
-        """End this process with status 1 if the block takes longer than `timeout` seconds.
+        """Terminate this process with status 1 if the block takes longer than `timeout` seconds.
 
         The block starts MPI, which waits for all processes. The waiting process with the lowest
-        rank prints the missing ranks and exits, whereupon the launcher ends the job. The others
-        wait `ANSWER` seconds longer. If the hosts do not share the home directory, processes on
-        other hosts count as missing. If it is not writable, the report names no ranks, and only
-        process 0 exits first. This starts the thread, which may create files in ~/.cache/jaxgpt and
-        removes them.
+        rank prints the missing ranks and exits, and the launcher then terminates the job. The
+        others wait `ANSWER` seconds longer. If the hosts do not share the home directory, processes
+        on other hosts count as missing. If it is not writable, the report lists no ranks, and it is
+        process 0 that exits first. This starts the thread, which may create files in
+        ~/.cache/jaxgpt and removes them afterwards.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -211,11 +212,11 @@ class Monitor:
         """Leave the job and stop the thread.
 
         This waits at most `ANSWER` seconds for the other processes to close their connections. If
-        the job is failing, the thread ends this process.
+        the job is failing, the thread terminates this process.
         """
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(4 * ANSWER)  # a failing job ends this process earlier
+            self._thread.join(4 * ANSWER)  # less if the job is failing
             self._thread = None
             atexit.unregister(self.close)
 
@@ -234,7 +235,7 @@ class Monitor:
             self._tasks.create_task(self._beat())
             is_up.set()
             await self._closing.wait()
-            if self._is_failing:  # the failure will end this process
+            if self._is_failing:  # this process will be terminated
                 await asyncio.Event().wait()
             for peer in self._peers.values():
                 peer.send("bye")
@@ -381,7 +382,7 @@ class Monitor:
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up how late this thread wakes up. Busy cores alone do not delay it."""
+        """Add up the delays of this thread's wake-ups. Busy cores alone cause no delay."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -390,10 +391,10 @@ class Monitor:
             if late > TICK / 2:
                 self.stalled += late
 
-    # Ending a failed job.
+    # Terminating a failed job.
 
     def _fail(self, report: str, status: int, delay: float = SETTLE) -> None:
-        """End the job. Print `report`, unless process 0 knows of an earlier failure."""
+        """Terminate the job. Print `report`, unless process 0 knows of an earlier failure."""
         self._report, self._is_failing = (report, status), True
         ending = self._ask_to_report() if self.rank else self._end_all(0, status, delay)
         self._tasks.create_task(ending)
@@ -413,7 +414,7 @@ class Monitor:
         end_process(self._report[1])
 
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
-        """On process 0, let `rank` report the job's first error, then end all processes.
+        """On process 0, let `rank` report the job's first error, then terminate all processes.
 
         Later errors are ignored. When a process is lost, others fail too, so an ordinary error is
         reported only after `delay` seconds. If a lost process is noticed in the meantime, it takes
@@ -431,8 +432,8 @@ class Monitor:
             await self._until_gone({rank}, ANSWER)
         for peer in self._peers.values():
             peer.send("end", status)
-        # End the others first. They would print pages of JAX errors if process 0, which runs JAX's
-        # coordinator, exited before them.
+        # Terminate the others first. They would print pages of JAX errors if process 0, which runs
+        # JAX's coordinator, exited before them.
         await self._until_gone(self._peers.keys() - self._silent(3 * self._interval), ANSWER)
         report_and_end("", status)
 
@@ -442,7 +443,7 @@ class Monitor:
             await asyncio.sleep(TICK)
 
     async def _limit_arrival(self, launch: Launch, timeout: float) -> None:
-        """End this process after `timeout` seconds and name the processes that have not started.
+        """Terminate this process after `timeout` seconds, listing the processes that did not start.
 
         MPI cannot say which processes are missing. Instead, after half of the timeout, each waiting
         process creates a file in a folder that all hosts share.
@@ -459,7 +460,7 @@ class Monitor:
             if folder.is_dir():
                 arrived = {int(file.name) for file in folder.iterdir()}
             if launch.rank > min(arrived, default=0):
-                await asyncio.sleep(ANSWER)  # the lowest rank reports, and its exit ends the job
+                await asyncio.sleep(ANSWER)  # the lowest rank reports; its exit ends the job
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         missing = set(range(launch.size or 0)) - arrived if arrived else ()
@@ -472,7 +473,7 @@ def encode(*message: Any) -> bytes:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Make the kernel close the connection if the peer acknowledges nothing for `LOST_HOST` s.
+    """Make the kernel close the connection if the peer sends no ACK for `LOST_HOST` seconds.
 
     macOS lacks some of the options that set this time, so it may take longer there.
     """
@@ -510,11 +511,12 @@ def _missing_sentence(missing: Collection[int], size: int | None, timeout: float
 def hang_sentence(
     silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
 ) -> str:
-    """Return a sentence that names the hanging processes, their activity and the waiting processes.
+    """Return a sentence that says which processes hang, what they were doing, and which ones wait.
 
     The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind;
-    the activity is that of the lowest of them. `known` has the progress by rank, as far as it is
-    known. `hosts` has the host name of each rank; if it is empty, no hosts are named.
+    the activity is what the lowest of these ranks was doing. `known` maps ranks to their progress,
+    and lacks the ranks whose progress is unknown. `hosts` has the host name of each rank; if it is
+    empty, no hosts are named.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))
@@ -542,8 +544,8 @@ def hang_sentence(
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
     """Return "process 3 on host a", "processes 0, 1 and 2" and so on.
 
-    At most 8 of the `ranks` are named, and the rest are counted. `hosts` has the host name of every
-    process of the job, indexed by rank; if it is empty, no hosts are named.
+    It names at most 8 of the `ranks` and gives the number of the others. `hosts` has the host name
+    of every process of the job, indexed by rank; if it is empty, no hosts are named.
     """
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

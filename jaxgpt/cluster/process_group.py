@@ -39,7 +39,8 @@ class ProcessGroup:
     """The processes of one job, as seen by one of them.
 
     The job lasts as long as the group's `with` block. If the job has several processes, an
-    exception that leaves the block on one of them is reported and ends them all.
+    exception that propagates out of the block on one of them is reported, and all of them are
+    terminated.
     """
 
     launcher: str
@@ -102,7 +103,8 @@ class ProcessGroup:
         """Call `function` on every process, and return this process's result.
 
         If any of the calls raises a `UsageError`, all processes raise a `UsageError` with the
-        message from the lowest rank, even if it was a subclass. All processes must call this.
+        message from the lowest rank, even if that process raised a subclass. All processes must
+        call this.
         """
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
@@ -137,7 +139,7 @@ def join_process_group(
 ) -> ProcessGroup:
     """Wait until all processes of the job have started, and connect them, without using JAX.
 
-    If some do not start in time, the job ends with status 1 and an error that names them if they
+    If some do not start in time, the job ends with status 1 and an error that lists them if they
     are known. It also ends with status 1 if ranks or sizes contradict each other. In a job with
     several processes, this starts the monitor's thread. An MPI launcher's processes initialise MPI.
 
@@ -198,8 +200,8 @@ def join_process_group(
 def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
     """Return the group of this process; raise `UsageError` if a launcher started several.
 
-    `what` names the caller, and `otherwise` is appended to the error. Also raises errors as
-    `join_process_group` does.
+    `what` names the caller, and `otherwise` is appended to the error. Also raises whatever
+    `join_process_group` raises.
     """
     cluster = join_process_group()
     if cluster.size > 1:
@@ -211,7 +213,7 @@ def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
 
 
 def _host_identity() -> list[str]:
-    """Return a list of this host's name and its boot ID ("" if unknown).
+    """Return this host's name and its boot ID ("" if unknown), as a list.
 
     The boot ID distinguishes hosts of the same name.
     """
@@ -224,8 +226,8 @@ def start_mpi(launch: Launch, for_threads: bool = False) -> str:
 
     With `for_threads`, several threads may use MPI. MPI is finalized when the process exits.
 
-    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. If only
-    some processes may notice this, the error is a `SingleRankUsageError`.
+    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. The error
+    is a `SingleRankUsageError` if the other processes may not notice the problem.
     """
     try:
         import mpi4py

@@ -31,12 +31,12 @@ class PeerLost(Exception):
 
 
 def end_process(status: int) -> NoReturn:
-    """Exit immediately, skipping exit handlers that would wait for processes that have ended."""
+    """Exit immediately, skipping exit handlers that would wait for processes that have exited."""
     os._exit(status)
 
 
 def report_and_end(report: str, status: int) -> NoReturn:
-    """Print a report to stderr, then end this process and, under MPI, the whole job.
+    """Print a report to stderr, then terminate this process and, under MPI, the whole job.
 
     Nothing is printed for an empty report, and no newline is added.
     """
@@ -47,15 +47,15 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """End all MPI processes of the job with `status`, including this one and stopped ones.
+    """Terminate all MPI processes of the job with `status`, including this one and stopped ones.
 
-    Returns only if this is the job's only process, or MPI is not running in it. If MPI does not end
-    the processes within `ANSWER` seconds, this process exits with status 1. stdout and stderr are
-    redirected to /dev/null first.
+    Returns only if this is the job's only process, or MPI is not running in it. If MPI does not
+    terminate the processes within `ANSWER` seconds, this process exits with status 1. stdout and
+    stderr are redirected to /dev/null first.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, there is nothing else to end
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, there are no others to terminate
         time.sleep(SETTLE)  # give the launcher time to forward the output
         _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's own message
         faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # in case Abort hangs
@@ -63,7 +63,7 @@ def abort_mpi(status: int) -> None:
 
 
 def end_with(error: BaseException) -> NoReturn:
-    """Report an error, then end this process and, under MPI, the whole job.
+    """Report an error, then terminate this process and, under MPI, the whole job.
 
     Use this only while the process is not connected to others.
     """
@@ -77,7 +77,7 @@ def flush_stdout() -> None:
 
 
 def report_of(error: BaseException) -> tuple[str, int]:
-    """Return the text to print for an exception that ends the job, and the exit status.
+    """Return the text to print for an exception that terminates the job, and the exit status.
 
     The text is `error: ` and the message for `UsageError` (status 2) and `PeerLost` (1), empty for
     Ctrl-C (130), and a traceback for other exceptions (1).
@@ -96,17 +96,18 @@ def job_exit_handler() -> Iterator[None]:
     - `UsageError` exits with status 2. Only process 0 prints the message, so all processes must
       raise the error.
     - `SingleRankUsageError` exits with 2. Each process that raises it prints its own message. Under
-      MPI, it ends the whole job.
+      MPI, it terminates the whole job.
     - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
-      Under MPI, both end the whole job.
-    - Other exceptions print a traceback and exit with 1. In a job with several processes, they end
-      this process at once and, under MPI, the whole job.
+      Under MPI, both terminate the whole job.
+    - Other exceptions print a traceback and exit with 1. In a job with several processes, they
+      terminate this process at once and, under MPI, the whole job.
     - If the reader of stdout has exited, as with `| head`, a single process exits with 141, as if
       killed by SIGPIPE.
 
-    Once the processes are connected, the `with` block of their `ProcessGroup` ends all of them and
-    prints only the first error. A command-line argument that is not valid UTF-8 counts as a
-    `UsageError`. Closed standard streams are replaced by /dev/null.
+    Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
+    instead: it terminates all processes and prints only the first error. A command-line argument
+    that is not valid UTF-8 counts as a `UsageError`. Closed standard streams are replaced by
+    /dev/null.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # do not crash on unsupported characters

@@ -44,8 +44,8 @@ def margin(seconds: float, save: float, step: float) -> float:
 class StopSignal:
     """Makes all processes stop after the same step, on a signal or at a time limit.
 
-    A second Ctrl-C, more than `DEBOUNCE` seconds after the first, ends the job with status 130 and
-    without a checkpoint.
+    A second Ctrl-C, more than `DEBOUNCE` seconds after the first, terminates the job with status
+    130 and without a checkpoint.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ def pbs_seconds(text: str, now: float) -> float | None:
 def ask(*command: str) -> tuple[str, str]:
     """Run a scheduler's command; return (its output, "") or, if it fails, ("", the problem).
 
-    The command fails if it cannot start, exits with another status than 0, or takes more than
-    `COMMAND` seconds.
+    The command fails if it cannot start, exits with a nonzero status, or takes more than `COMMAND`
+    seconds.
     """
     try:
         ran = subprocess.run(

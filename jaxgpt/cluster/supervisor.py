@@ -62,12 +62,12 @@ class Supervisor:
         """Run the command until it is done or the supervisor gives up; return an exit status.
 
         This is the status of the last attempt (128 + N if signal N killed its launcher), except
-        after a signal to the supervisor. In that case, the status of a failure becomes 75 if there
-        is a checkpoint. If no attempt was running, the status is 75 with a checkpoint and 128 plus
-        the signal's number without one.
+        after a signal to the supervisor. In that case, the status of a failed attempt is replaced
+        by 75 if there is a checkpoint. If no attempt was running, the status is 75 if there is a
+        checkpoint, and otherwise 128 plus the signal's number.
 
         Call this in the main thread, because it handles `SIGNALS` and forwards them to the command.
-        Raises `OSError` if the launcher cannot be started, and errors as `launcher` does.
+        Raises `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.
         """
         return asyncio.run(self._run())
 
@@ -187,7 +187,7 @@ class Supervisor:
         self._asked_to_stop.set()
         if self._process is not None and self._process.returncode is None:
             # All launchers forward SIGUSR1. SIGUSR2 kills MPICH's mpiexec. On SIGTERM, srun and
-            # Open MPI's mpirun end all processes, as a second Ctrl-C should.
+            # Open MPI's mpirun terminate all processes, as a second Ctrl-C should.
             self._process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
 
 
@@ -198,7 +198,7 @@ async def check_hosts(
 
     A healthy host can write to `directory` and compute on each of its devices. Returns, for each
     host, the reason why it cannot be used, or None if it is healthy. Raises `OSError` if the
-    launcher cannot be started, and errors as `launcher` does.
+    launcher cannot be started. Also raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
@@ -218,7 +218,7 @@ async def check_hosts(
 async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Run a probe's command line; return the reason why it failed, or None if it succeeded.
 
-    A probe that takes more than `SLOW_DISK` seconds is killed and has failed.
+    A probe that takes more than `SLOW_DISK` seconds is killed and counts as failed.
     """
     process = await asyncio.create_subprocess_exec(
         *line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

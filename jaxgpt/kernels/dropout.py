@@ -7,8 +7,8 @@ import jax.numpy as jnp
 def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     """Return x with random elements set to 0 and the others divided by 1 - `rate`.
 
-    The result has x's shape (at least one dim) and floating dtype. Each element is set to 0 with
-    probability `rate`, from 0 to 1, which is rounded to a multiple of 2^-16 and to at most 1 -
+    The result has x's shape (at least one dim) and floating dtype. `rate` (from 0 to 1) is the
+    probability that an element is set to 0. It is rounded to a multiple of 2^-16 and to at most 1 -
     2^-16, because there are 16 random bits per element.
     """
     *rest, n = x.shape

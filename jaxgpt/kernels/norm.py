@@ -55,9 +55,9 @@ def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: b
     Unless `centered`, the mean is taken to be 0, and the variance is the mean of x^2. `scale_D` is
     float32.
 
-    The backward pass keeps x in its own dtype and two numbers per token, whereas JAX would keep
-    several float32 arrays of x's shape. Inside `shard_map`, the scale must be marked as varying
-    along the same mesh axes as x, as `parallel.zero.local_params` does.
+    For the backward pass, only x in its own dtype and two numbers per token are kept, whereas JAX
+    would keep several float32 arrays of x's shape. Inside `shard_map`, the scale must be marked as
+    varying along the same mesh axes as x. `parallel.zero.local_params` does this.
     """
     return _forward(x_BTD, scale_D, epsilon, centered)[0]
 

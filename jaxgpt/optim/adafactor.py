@@ -12,7 +12,7 @@ from jaxgpt.models.weights import Weight
 from jaxgpt.optim.parameters import Parameters, merge, select
 from jaxgpt.parallel.sharding import Params
 
-# Defaults of the paper (section 9) and of optax.adafactor.
+# Defaults from the paper (section 9) and from optax.adafactor.
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
 CLIPPING_THRESHOLD = 1.0  # maximum RMS of a matrix's update
@@ -34,10 +34,10 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
 
     The learning rate is relative to the RMS of each matrix or vector, or to 1e-3 if the RMS is
     lower; the paper uses 1e-2. Each matrix in a stack is factored, clipped and scaled separately;
-    `qkv` holds three matrices per layer. Embeddings are factored, too. Vectors are not factored,
-    and neither are matrices with fewer than 128 rows or columns. Without weight decay and
-    vocabulary padding, optax.adafactor gives the same result for 2D arrays, but it treats a stack
-    as a single array.
+    `qkv` holds three matrices per layer. Embeddings are also factored. Vectors are not factored,
+    and neither are matrices with fewer than 128 rows or columns. Without weight decay or vocabulary
+    padding, optax.adafactor gives the same result for 2D arrays, but it treats a stack as a single
+    array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights

@@ -32,7 +32,7 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
     2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
     be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
     AdamW updates embeddings, the output layer, norms and biases. Its learning rate follows the same
-    schedule up to a peak of `optimizer.adamw_learning_rate`, by default the same peak.
+    schedule, with its peak at `optimizer.adamw_learning_rate` (by default, Muon's peak).
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))

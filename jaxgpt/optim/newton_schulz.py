@@ -24,7 +24,7 @@ EPSILON = 1e-7
 class StackSpec(NamedTuple):
     """Size and sharding of the matrices in a stack. There are never more rows than columns."""
 
-    sizes: tuple[int, int]  # numbers of rows and columns of a full matrix
+    sizes: tuple[int, int]  # number of rows and number of columns of a full matrix
     axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that shard rows and columns
     stack_axes: tuple[str, ...]  # mesh axes that the stack is sharded over
 
@@ -53,7 +53,7 @@ class View(NamedTuple):
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     """Return `updates` with the singular values of each matrix moved close to 1.
 
-    `parameters` describes the weights that `updates` belongs to. Matrices with the same `StackSpec`
+    `parameters` describes the weights that `updates` applies to. Matrices with the same `StackSpec`
     are stacked across weights and layers, and each device of the mesh computes an equal share of
     the stack. If the matrices are sharded, one all-to-all gives each device the full matrices of
     its share, and another returns the results to their shards. If they are replicated, an
@@ -80,7 +80,7 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
 
 
 def view(weight: Weight, spec: PartitionSpec) -> View:
-    """Return the view of a weight that is sharded by `spec`.
+    """Return the view of a weight, given its sharding `spec`.
 
     The view may transpose a matrix and permute its rows and columns. The orthogonal factor is then
     transposed and permuted in the same way, and `View.unstack` undoes both.

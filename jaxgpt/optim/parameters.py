@@ -30,7 +30,7 @@ class Parameters:
         return next((one.mesh for one in jax.tree.leaves(self.shardings)), None)
 
     def where(self, is_chosen: Callable[[Weight], bool]) -> "Parameters":
-        """Return the parameters that `is_chosen` selects by their `Weight`."""
+        """Return the parameters whose `Weight` satisfies `is_chosen`."""
         flat = flatten_dict(self.weights)
         chosen = unflatten_dict({path: w for path, w in flat.items() if is_chosen(w)})
         return Parameters(chosen, self.shardings and select(self.shardings, chosen))

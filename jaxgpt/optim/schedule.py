@@ -10,7 +10,7 @@ from jaxgpt.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     """Return the learning rate of a step, counted from 1: linear warm-up, then `schedule`.
 
-    The warm-up ends at step `warmup_iters` with the peak, `learning_rate`. Without a warm-up, the
+    The warm-up reaches the peak, `learning_rate`, at step `warmup_iters`. Without a warm-up, the
     schedule begins at step 0. The cosine and wsd schedules end at step max(`lr_decay_iters`,
     `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by default a tenth of the
     peak). The float32 result is within one unit in the last place of the exact value. It is
@@ -24,9 +24,9 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     return np.float32(peak * height + floor * (1 - height))
 
 
-# Each schedule returns the height of the learning rate above its floor after warm-up, from 1 down
-# to 0. It is computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x) suffer
-# from cancellation near x = 1.
+# After warm-up, each schedule returns the position of the learning rate between its peak (1) and
+# its floor (0). It is computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x)
+# suffer from cancellation near x = 1.
 
 
 def _cosine(config: OptimizerConfig, step: int) -> float:
@@ -46,7 +46,7 @@ def _constant(config: OptimizerConfig, step: int) -> float:
 
 
 def _left(step: int, end: int, length: int) -> float:
-    """Return the fraction of the last `length` steps before `end` that remains after `step`."""
+    """Return the fraction of the last `length` steps before `end` that comes after `step`."""
     return min(max(end - step, 0), length) / length
 
 

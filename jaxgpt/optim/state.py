@@ -32,9 +32,9 @@ def opt_state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every array in the optimizer state.
 
-    An array whose path ends with a parameter's path, and that has the same number of dimensions,
-    gets the sharding of that parameter's moments. Dimensions whose size differs are not sharded.
-    All other arrays, such as an update count, are replicated.
+    If the path of an array ends with a parameter's path, and both have the same number of
+    dimensions, the array gets the sharding of that parameter's moments. Dimensions whose size
+    differs are not sharded. All other arrays, such as an update count, are replicated.
 
     Args:
         params: the parameters, or their shapes.

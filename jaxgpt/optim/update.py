@@ -43,7 +43,7 @@ def gated_update(
     Args:
         is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
             or the gradient norm is not finite, or if `spike.action` rejects the update as a spike.
-            None means that every update is due.
+            If None, every update is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
         on_cpu: use the gate that needs less memory on CPUs, unless `by_layer` is set.
@@ -116,7 +116,8 @@ def layerwise_init(
 ) -> optax.OptState:
     """Return the initial optimizer state, computed one layer at a time.
 
-    It is in host memory, except arrays that do not belong to a parameter, such as an update count.
+    It is in host memory, except for arrays that do not belong to a parameter, such as an update
+    count.
     """
     of_layer, outside = _parts(parameters)
     layers = _part(params, True)
@@ -166,7 +167,7 @@ def global_norm(gradients: Params) -> jax.Array:
 
     In device memory, the arrays are first sorted by the first and the last two components of their
     paths, so that grouping layers into modules changes neither the norm nor the clipped gradients.
-    From host memory, one layer at a time is moved to the device.
+    If the arrays are in host memory, one layer at a time is moved to the device.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)

@@ -41,7 +41,7 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     that communicates most is counted. A group over part of an axis, which XLA uses for some layout
     changes, is reported as a group over the whole axis.
 
-    Raises `ValueError` if the numbers of devices in the program and the mesh differ, or if the
+    Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
     program does not state how often a loop with collectives runs.
     """
     program = parse_hlo(hlo)

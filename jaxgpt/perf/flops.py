@@ -95,7 +95,7 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates by name for steps of `dt` seconds. If `dt` is None, every rate is None.
+        """Return all rates by name for a step time of `dt` seconds; if `dt` is None, all are None.
 
         `mfu`, a fraction, is also None if the peak is unknown.
         """

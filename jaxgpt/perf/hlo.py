@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
     @property
     def array_bytes(self) -> list[int]:
         """Size in bytes of each array in the result."""
-        arrays = _ARRAY.findall(self.shape)  # the name `pred` gives no bit width; it has 8 bits
+        arrays = _ARRAY.findall(self.shape)  # `pred` has 8 bits, but no number in its name
         return [-(-math.prod(_dims(dims)) * int(bits or 8) // 8) for bits, dims in arrays]
 
     @property
@@ -145,7 +145,7 @@ class Operation(NamedTuple):
 
 
 def read_operations(program: HloProgram) -> dict[str, Operation]:
-    """Return the operations of a program by name, without loops, conditionals and calls.
+    """Return the operations of a program by name, excluding loops, conditionals and calls.
 
     The instructions inside these are included, and so are the instructions inside fusions.
     """

@@ -34,16 +34,16 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return how many bytes of this host's memory a job may use, a fixed share of the total."""
+    """Return how many bytes of this host's memory a job may use (a fixed share of the total)."""
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
-    """Raise `UsageError` if the memory that a step surely needs exceeds the memory of a device.
+    """Raise `UsageError` if a lower bound on a step's memory exceeds the memory of a device.
 
-    `shape` must be filled. No arrays are allocated. On CPUs, the devices share the host's memory.
-    Nothing is compared if the platform does not report its memory. Also raises errors as
-    `state_bytes` and `score_bytes` do.
+    No size in `shape` may be -1. No arrays are allocated. On CPUs, the devices share the host's
+    memory. Nothing is compared if the platform does not report its memory. Also raises whatever
+    `state_bytes` and `score_bytes` raise.
     """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -55,9 +55,9 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
 
 
 def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
-    """Raise `UsageError` if a step surely needs more than `room` bytes per device.
+    """Raise `UsageError` if a lower bound on a step's memory exceeds `room` bytes per device.
 
-    This uses the lower bounds `state_bytes` and `score_bytes`, and raises errors as they do. A
+    The lower bound is the sum of `state_bytes` and `score_bytes`, whose errors are also raised. A
     `room` of None means no limit.
     """
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
@@ -78,9 +78,9 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    Only the matrices and the token embedding are counted, without moments if
-    parallel.offload=moments. The bound is 0 with parallel.offload=state. `shape` must be filled.
-    Raises `UsageError` if optimizer.name is unknown.
+    Only the matrices and the token embedding are counted. Moments are left out if
+    parallel.offload=moments. The bound is 0 with parallel.offload=state. No size in `shape` may be
+    -1. Raises `UsageError` if optimizer.name is unknown.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
@@ -102,8 +102,8 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     """Return a lower bound on the bytes of attention scores per device: T x T bytes per head.
 
     The `xla` kernel stores at least half of the scores, at two or more bytes each. A CPU may
-    process its rows one at a time. The bound is 0 if it is not certain that scores are stored.
-    `shape` must be filled. Raises `UsageError` if model.attention is unknown.
+    process its rows one at a time. The bound is 0 if it is not certain that scores are stored. No
+    size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

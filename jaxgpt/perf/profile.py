@@ -80,8 +80,8 @@ class Tracing:
 class StepProfile:
     """Traces the steps in `profile_steps`, and logs the summary with the reporter `log`.
 
-    The trace is in the folder profile of the run directory. `train_step` is the compiled step. All
-    processes call every method.
+    The trace is in the `profile` folder of the run directory. `train_step` is the compiled step.
+    All processes call every method.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
@@ -149,9 +149,9 @@ def _read_events(trace: Path, module: str) -> Iterator[Event]:
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
     """Return the event totals of one process as a dict, for `summary`. Times are in seconds.
 
-    `operations` must have the name of every event. The dict has the number of `devices`, the
-    `seconds` and `counts` of each name, and in `collectives`, for the name of each collective, one
-    list per device with the seconds of its executions.
+    `operations` must contain the name of every event. The dict has the number of `devices`, and the
+    total `seconds` and `counts` by event name. `collectives` maps the name of each collective to
+    one list per device, with the seconds of each execution.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -173,15 +173,15 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the seconds per step in total, by category, and of the `ROWS` slowest operations.
+    """Return the seconds per step in total, by category, and for the `ROWS` slowest operations.
 
     The keys are `steps`, `processes`, `seconds_per_step`, `device_seconds` (sum over all
     operations), `categories`, `collective_waiting` and `operations`, a list of dicts with `name`,
     `category`, `source`, `seconds`, `share` and `count` per step, slowest first. The numbers are
     means over the job's devices. `seconds` is the time per step on process 0's clock. `operations`
-    must have the name of every event. `reports` holds the result of `report` on each process. An
-    operation's `share` is the fraction of the seconds of all operations. If a device spends more
-    time in a collective than the fastest device, the difference counts as waiting.
+    must contain the name of every event. `reports` holds the result of `report` on each process. An
+    operation's `share` is its fraction of the total seconds of all operations. If a device spends
+    more time in a collective than the fastest device, the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

@@ -102,7 +102,7 @@ def plots_text(run: RunFiles, width: int) -> str:
 
 
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
-    """Print a table of runs or of their starts, and write the files that are asked for."""
+    """Print a table of runs or of their starts, and write the requested files."""
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":
         starts = [start_rows(run.name, run.directory, run.state()) for run in runs]

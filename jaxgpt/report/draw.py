@@ -1,4 +1,4 @@
-"""The files of a report besides the page: pictures and CSV."""
+"""Files of a report other than the page: pictures and CSV."""
 
 import contextlib
 import csv
@@ -30,7 +30,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def picture(path: Path, *size: float) -> Iterator[Any]:
-    """Yield a figure, then write it; raise `UsageError` if it fails, or without matplotlib."""
+    """Yield a figure, then write it; raise `UsageError` if this fails or matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -43,7 +43,7 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
-    """Plot the panels of the runs to a file; for the errors, see `picture`."""
+    """Plot the panels of the runs to a file. Raises `UsageError` like `picture`."""
     found = [(panel, [series_of(run, panel) for run in runs]) for panel in panels]
     found = [pair for pair in found if any(len(s[0].columns["y"]) for s in pair[1])]
     width, height = min(2, max(1, len(found))), max(1, -(-len(found) // 2))  # in panels
@@ -70,7 +70,7 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
 
 def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the start-up times in the rows of `start_rows`; for the errors, see `picture`."""
+    """Plot the start-up times in the rows of `start_rows`. Raises `UsageError` like `picture`."""
     points = [(r["processes"], r["seconds"]) for r in rows if r["seconds"] is not None]
     with picture(path, 7, 5) as figure:
         axes = figure.add_subplot(xlabel="processes", ylabel="seconds to the end of the first step")

@@ -60,7 +60,7 @@ class Plots:
             raise UsageError(text) from None
         self.runs, self._limit = runs, limit
         self._sources = defaultdict[tuple[Any, ...], Any](ColumnDataSource)
-        self._styles: dict[str, list[tuple[str, str]]] = {}  # of the curves in a panel
+        self._styles: dict[str, list[tuple[str, str]]] = {}  # style and label of curves
         self.update()
         shown = {key[0] for key, s in self._sources.items() if key[2] >= 0 and len(s.data["y"])}
         ranges = {x: DataRange1d(range_padding=0.02) for x in ("steps", "tokens")}
@@ -162,7 +162,7 @@ def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, dict[str, float]]]) -> str:
-    """Return a bar for each row, split into its parts, which are in seconds."""
+    """Return a bar for each row, divided into the parts of the row (in seconds)."""
     names = dict.fromkeys(name for _, parts in rows for name, s in parts.items() if s >= 0.05)
     color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
     longest, out = max((sum(parts.values()) for _, parts in rows), default=0), ""

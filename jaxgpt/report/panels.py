@@ -53,9 +53,9 @@ class Series(NamedTuple):  # something to draw in a panel
 
 
 def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
-    """Return what a panel shows of a run: its curves, and last the marks on the first curve.
+    """Return what a panel shows about a run: its curves, then the marks on the first curve.
 
-    The list is equally long for all runs. Each curve has at most `limit` points.
+    The list has the same length for all runs. Each curve has at most `limit` points.
     """
     out = []
     for kind, key, label in panel.curves:

@@ -15,8 +15,8 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the newest runs at / and each run at /NAME until interrupted.
 
-    No path in a URL is ever opened as a file of a run.
-    Raises `UsageError` if a path has no run, if Bokeh is not installed, or if the port is taken.
+    URLs cannot be used to open files in a run directory. Raises `UsageError` if a path has no run,
+    if Bokeh is not installed, or if the port is taken.
     """
     runs = read_runs(paths)
     Plots(runs[:1], MAX_POINTS)  # raises the error if Bokeh is not installed

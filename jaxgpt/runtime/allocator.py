@@ -25,8 +25,8 @@ def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
     Blocks of up to `KEPT_BYTES` are kept, in huge pages if possible. Returns a log line if malloc
-    stays unchanged because of the user's settings, otherwise none. Call this before XLA starts its
-    threads. It does nothing on other C libraries.
+    stays unchanged because of the user's settings, otherwise no line. Call this before XLA starts
+    its threads. It does nothing on other C libraries.
     """
     for name, value in os.environ.items():
         if (
@@ -48,10 +48,11 @@ def keep_freed_memory() -> list[str]:
 
 
 def reserve_gpu_memory() -> list[str]:
-    """Let XLA reserve the fraction `USABLE` of GPU memory unless the user has set one.
+    """Let XLA reserve the fraction `USABLE` of GPU memory unless the user has set a fraction.
 
-    This sets XLA_CLIENT_MEM_FRACTION and returns a log line. If the user has set it, or the host
-    has no NVIDIA or AMD GPU, this does nothing and returns no line. Call this before JAX starts.
+    This sets XLA_CLIENT_MEM_FRACTION and returns a log line. If the user has set a fraction, or the
+    host has no NVIDIA or AMD GPU, this does nothing and returns no line. Call this before JAX
+    starts.
     """
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):

@@ -17,14 +17,14 @@ OFF = "off"
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Set up JAX's persistent compilation cache in `directory`; return a log line.
 
-    Every process must call this, after JAX has started. If `directory` is empty, `off`, `none` or
-    `null` in any case, there is no cache. Otherwise, JAX_COMPILATION_CACHE_DIR overrides
-    `directory`. The cache is in a subfolder for the type of processor, which is created. If it
-    cannot be used, JAX compiles without a cache, and the log line says why.
+    Every process must call this, after JAX has started. There is no cache if `directory` is empty,
+    or is `off`, `none` or `null` in upper or lower case. Otherwise, JAX_COMPILATION_CACHE_DIR
+    overrides `directory`. The cache is in a subfolder for the processor type, which is created if
+    needed. If it cannot be used, JAX compiles without a cache, and the log line says why.
 
-    A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot, for example
-    because another job has locked it, the cache is read-only. Otherwise, if all processes are on
-    one host, process 0 compiles for all of them.
+    A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot lock it, for
+    example because another job has done so, the cache is read-only. Otherwise, if all processes are
+    on one host, process 0 compiles for all of them.
     """
     import jax
 
@@ -53,8 +53,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     line = f"compile cache: {folder}"
     if not on_cpu or cluster.size == 1:
         return line
-    # After a cache miss, a process waits for process 0 to compile, but after a cache hit, process 0
-    # does not compile. Therefore, all processes must see the same files, and no other job may add
+    # A process with a cache miss waits for process 0 to compile, but process 0 does not compile if
+    # it has a cache hit. Therefore, all processes must see the same files, and no other job may add
     # files.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:

@@ -48,13 +48,13 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators among the visible ones, or None for all.
+    """Return the indices of this process's accelerators among the visible ones; None means all.
 
     Processes on one host that see the same accelerators get an equal number of them, and any
     remainder is unused. If a process sees at most one accelerator, or no other process sees the
     same ones, the result is None, as it is on CPUs. On a machine in `MACHINES` with Intel GPUs,
     dividing them also sets ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on
-    all of them if processes see the same two or more accelerators but outnumber them.
+    all of them if two or more accelerators are shared by a larger number of processes.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
@@ -78,7 +78,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
     """Return the accelerators that this process sees, and how many processes share them.
 
-    The third value is the index of this process among those that share them.
+    The third value is the index of this process among the processes that share them.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
@@ -91,11 +91,11 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return the number of devices that the job should have, before JAX starts.
+    """Return, before JAX starts, the number of devices that the job should have.
 
-    This is the product of the mesh's sizes. If the mesh contains -1, it depends on the processes
-    and their hosts instead, and on CPUs, this raises `UsageError` as `cpu_devices_per_process`
-    does. All processes call this together.
+    This is the product of the mesh's sizes. If the mesh contains -1, the number depends on the
+    processes and their hosts instead. On CPUs, this case raises `UsageError` like
+    `cpu_devices_per_process`. All processes call this together.
     """
     if shape.is_filled:
         return shape.n_devices

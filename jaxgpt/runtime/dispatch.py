@@ -20,7 +20,7 @@ class DispatchLimiter:
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Register the result of a new program; wait for the one `LIMIT` programs before it.
+        """Register a program's result; wait for the program dispatched `LIMIT` programs earlier.
 
         `result` is any of the program's arrays, or a tree of them.
         """

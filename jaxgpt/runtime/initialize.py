@@ -50,7 +50,7 @@ def initialize_jax(
 
     Every process must call this. It sets environment variables, the JAX settings in `PINNED` and,
     on CPUs, options of malloc. In a job with several processes, it also unsets proxy variables and
-    hides what C++ prints to stdout.
+    discards whatever C++ code prints to stdout.
 
     Args:
         cluster: the processes of the job.
@@ -62,9 +62,10 @@ def initialize_jax(
             They are also accepted if JAX_PLATFORMS is set.
 
     Returns:
-        Facts about the job, its devices and JAX for the log and `cluster.json`, as a dict that JSON
-        can represent. `coordinator` is host:port, or None for a single process, and `notes` are log
-        lines. `ranks` has the `host` and the names of the `devices` of each process.
+        A JSON-serializable dict of facts about the job, its devices and JAX, for the log and
+        `cluster.json`. `coordinator` is host:port, or None for a single process, and `notes` are
+        log lines. `ranks` has an entry for each process, with its `host` and the names of its
+        `devices`.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
@@ -181,11 +182,11 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`, or None without `jax.distributed`.
+    """Return whether all processes stop after `step`, or None if this is the only process.
 
-    The latter means that this is the only process. `requested` is True if this process has just
-    been asked to stop; it then sends itself SIGTERM, which JAX must catch (see `initialize_jax`).
-    Every process must call this for each step.
+    `jax.distributed` is not running in that case. `requested` is True if this process has just been
+    asked to stop; it then sends itself SIGTERM, which JAX must catch (see `initialize_jax`). Every
+    process must call this for each step.
     """
     import jax
 
@@ -193,7 +194,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
         return None
     from jax.experimental import multihost_utils
 
-    if requested:  # JAX's preemption service catches this signal, not Python's handler
+    if requested:  # caught by JAX's preemption service, not by Python
         os.kill(os.getpid(), signal.SIGTERM)
     return multihost_utils.reached_preemption_sync_point(step)
 
@@ -232,7 +233,7 @@ def describe(facts: dict[str, Any]) -> list[str]:
 def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
     """Return a log line for each host with its ranks and their devices.
 
-    `ranks` is the value of that name in the result of `initialize_jax`.
+    `ranks` is the `ranks` entry in the result of `initialize_jax`.
     """
     on_host: dict[str, list[str]] = {}
     for rank, place in enumerate(ranks):
@@ -241,7 +242,7 @@ def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return the line of the console's header about the devices and the processes.
+    """Return the line about devices and processes in the console's header.
 
     `facts` is the result of `initialize_jax`.
     """
@@ -256,9 +257,9 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def _own_devices() -> list[str]:
-    """Return the name of each of this process's devices on its host, such as `gpu 3`.
+    """Return the names of this process's devices on its host, such as `gpu 3`.
 
-    CPU devices have a single name for all of them, such as `4 cpu devices`.
+    All CPU devices together have a single name, such as `4 cpu devices`.
     """
     import jax
 
@@ -291,7 +292,7 @@ def _collectives_library(device: Any) -> str:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return this host's address as other hosts can reach it, or loopback on a single host."""
+    """Return an address of this host that other hosts can reach, or loopback on a single host."""
     # On the coordinator's own host, the coordinator's name may resolve to loopback. In this case,
     # use the address on the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))
@@ -303,7 +304,7 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 def clear_proxies() -> list[str]:
     """Unset *_proxy variables except no_proxy, so that gRPC connects directly.
 
-    Upper-case names count, too. Returns a log line with the names, or none if none were set.
+    This includes upper-case names. Returns a log line with the names, or no line if none were set.
     """
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:

@@ -78,8 +78,8 @@ def detect_and_gate(
     """Return the next state, the detection, and whether to apply the update of this step.
 
     `loss` and `grad_norm` are scalars. The third result is a boolean scalar: False for a non-finite
-    step and, with spike.action=skip_update, for any spike. With spike.action=off, it is None,
-    because every update is applied, and the detection has the cause `none` and infinite limits.
+    step and, with spike.action=skip_update, for any spike. With spike.action=off, every update is
+    applied: the third result is None, and the detection has the cause `none` and infinite limits.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)
@@ -116,9 +116,9 @@ def spike_state_to_json(state: SpikeState) -> dict[str, Any]:
 def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> SpikeState:
     """Return the state that `spike_state_to_json` saved, with the shapes and shardings of `shapes`.
 
-    If `shapes` is empty, because the detector is off, so is the result. If spike.window has
-    changed, the newest values that fit are kept. If `saved` is None or empty, because the detector
-    was off or there is no such state, the window starts out empty.
+    If the detector is off, both `shapes` and the result are empty. If spike.window has changed, the
+    newest values that fit are kept. If `saved` is None or empty, because the detector was off or
+    its state was not saved, the window starts out empty.
     """
     if not shapes:
         return {}

@@ -29,8 +29,8 @@ class NoRewind(Exception):
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """Return all rewinds of a run, oldest first; an empty list if there are none.
 
-    A rewind has the values of its spike's record (`SpikeRecord`) except `kind`, `step` and
-    `action`, and these keys:
+    A rewind is a dict with the values of the `SpikeRecord` of its spike, except `kind`, `step` and
+    `action`, and with these additional keys:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
@@ -54,7 +54,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
     """Return the (first, last) steps of each range that the rewinds of a run skip.
 
-    Raises `UsageError` as `read_rewinds` does.
+    Raises `UsageError` like `read_rewinds`.
     """
     return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
@@ -112,7 +112,7 @@ def decide_rewind(
 
 
 def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
-    """Return how many of the latest rewinds in a row went back to step `to` or later.
+    """Return how many consecutive rewinds, up to the latest, went back to step `to` or later.
 
     `rewinds` is the result of `read_rewinds`. Counting stops at a rewind to an earlier step,
     because the run has made progress since.
@@ -128,7 +128,7 @@ def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
     """Return the last rewind of a run if its commit was interrupted, otherwise None.
 
-    Raises `UsageError` as `read_rewinds` does.
+    Raises `UsageError` like `read_rewinds`.
     """
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
@@ -137,9 +137,9 @@ def pending_rewind(directory: Path) -> dict[str, Any] | None:
 def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl with it.
 
-    `to` is the step of the restored checkpoint, which is older than `rewind["to"]` if the
-    checkpoint of that step was damaged. `rewind` has the format of `read_rewinds`, and may be the
-    pending rewind. Raises `UsageError` if a file cannot be written or rewinds.json is damaged or
+    `to` is the step of the restored checkpoint. It is lower than `rewind["to"]` if the checkpoint
+    of that step was damaged. `rewind` has the format of `read_rewinds`, and may be the pending
+    rewind. Raises `UsageError` if a file cannot be written or rewinds.json is damaged or
     unreadable, and `OSError` if metrics.jsonl cannot be read.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]

@@ -16,7 +16,7 @@ WORST_ROWS = 8
 def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
-    """Return the record of a step if it is a spike or not finite, otherwise None.
+    """Return the record of a step if it is a spike or non-finite, otherwise None.
 
     `metrics` is the `Metrics` of the step, already on the host.
     """

@@ -21,7 +21,7 @@ def spike_line(record: dict[str, Any]) -> str:
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
-    """Return the console line about a rewind, in the format of `read_rewinds`."""
+    """Return the console line about a rewind, given in the format of `read_rewinds`."""
     (first, last), (from_, to) = rewind["dropped"], rewind["skip"]
     return (
         f"rewound to step {rewind['to']} because of the spike at step {rewind['spike']}: steps "

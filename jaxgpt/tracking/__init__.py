@@ -52,7 +52,7 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a `UsageError` if train.trackers has an unknown name, or one without its package."""
+    """Raise `UsageError` if a tracker in train.trackers is unknown or its package is missing."""
     for name in names:
         if name not in TRACKERS:
             raise UsageError(

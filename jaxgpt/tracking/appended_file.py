@@ -11,7 +11,7 @@ from jaxgpt.config import in_words
 
 # Control characters other than tab and newline, Unicode line separators and bidirectional controls.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-LIMIT = 10_000  # maximum number of buffered lines, beyond which the oldest are dropped
+LIMIT = 10_000  # maximum number of buffered lines; if there are more, the oldest are dropped
 
 
 def printable(text: str) -> str:
@@ -25,8 +25,8 @@ def printable(text: str) -> str:
 class AppendedFile:
     """A text file without control characters.
 
-    Lines that cannot be written stay in memory until the next call. At most the newest `LIMIT`
-    lines stay. Several threads may write to it.
+    Lines that cannot be written stay in memory until the next call. Only the newest `LIMIT` lines
+    are kept. Several threads may write to it.
     """
 
     def __init__(self, path: Path, keep: bool = True):

@@ -9,7 +9,7 @@ from jaxgpt.cluster.timeouts import ANSWER, TRACKER_RETRY
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
-ATTEMPTS = 20  # number of times that a record is tried: for 100 s, unless a call itself takes long
+ATTEMPTS = 20  # attempts to log a record, over 100 s or longer if the calls are slow
 
 
 class BackgroundTracker:
@@ -42,7 +42,7 @@ class BackgroundTracker:
         if record.kind == "train":
             self._has_rewound = False
         if record.kind == "goodput" and self._has_rewound:
-            return  # it may be about steps that the rewind has dropped
+            return  # the rewind may have dropped its steps
         if self._todo.qsize() >= LIMIT:
             raise TimeoutError(f"it is {LIMIT} records behind")
         self._put("log", record)
@@ -54,7 +54,7 @@ class BackgroundTracker:
     def close(self, seconds: float = ANSWER) -> None:
         """Write the remaining records, and wait for the thread to finish.
 
-        Calls that have failed are repeated once. Raises `TimeoutError` if the thread has not
+        A call that has failed is repeated once. Raises `TimeoutError` if the thread has not
         finished after `seconds`.
         """
         self._closing.set()
@@ -83,7 +83,7 @@ class BackgroundTracker:
                 if is_last:
                     if method == "log":
                         break
-                    return  # without `open` or `rewind`, the remaining calls would do harm
+                    return  # after a failed `open` or `rewind`, further calls would do harm
                 self._closing.wait(TRACKER_RETRY)
 
     def _succeeds(self, method: str, arguments: tuple[Any, ...]) -> bool:

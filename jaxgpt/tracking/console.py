@@ -23,7 +23,7 @@ class Console:
     """Prints to the terminal and writes a log file; does nothing without a log file."""
 
     def __init__(self, log_file: Path | None, prints: bool):
-        """Set the log file. `prints` tells whether this process also prints."""
+        """Set the log file, and whether this process also prints to the terminal."""
         self._log = AppendedFile(log_file) if log_file else None
         self._prints = prints
         self._log_fails = False
@@ -33,7 +33,7 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Number of columns of the terminal that shows the output; None if there is none.
+        """Number of columns of the terminal that shows the output; None without a terminal.
 
         An mpiexec on this host forwards the output of this process, so its terminal counts, too.
         """
@@ -92,7 +92,7 @@ class Console:
             )
 
     def progress(self, step: int, left: str = "") -> None:
-        """Move the progress bar to a step, and show the time that is left."""
+        """Move the progress bar to a step, and show the remaining time."""
         if self._bar is not None:
             self._bar.set_postfix_str(left, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -113,7 +113,8 @@ class Console:
 def wrap(text: str, width: int | None) -> str:
     """Break the lines of `text` that are longer than `width` columns at spaces.
 
-    The continuation of a line is indented by two spaces. None returns `text` unchanged.
+    The continuation of a line is indented by two spaces. If `width` is None, `text` is returned
+    unchanged.
     """
     if width is None:
         return text
@@ -134,7 +135,7 @@ def table_text(
     table = Table(*headings, title=title)
     for row in rows:
         table.add_row(*row)
-    # Without colours, whose control characters would end up in train.log.
+    # Do not use colours: their control characters would end up in train.log.
     console = RichConsole(width=width, color_system=None)
     with console.capture() as captured:
         console.print(table)

@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 class Csv:
-    """Writes csv/<kind>.csv in the run directory, with a column for each number or text.
+    """Writes csv/<kind>.csv in the run directory, with a column for each number or string.
 
     The names of the columns are those in metrics.jsonl; nested names are joined by `/`. A missing
     value is empty, and non-finite numbers are `nan`, `inf` and `-inf`.
@@ -41,7 +41,7 @@ class Csv:
             raise
 
     def _start(self, kind: str, row: Row) -> None:
-        """Open the file of a kind, after adding the columns of `row` that it lacks."""
+        """Open the file for a kind of record, after adding any columns of `row` that it lacks."""
         if kind in self._files:
             self._files.pop(kind)[0].close()
         path = self._folder / f"{kind}.csv"
@@ -64,7 +64,7 @@ class Csv:
 
 
 def flatten(fields: Row, prefix: str = "") -> Row:
-    """Return the numbers and texts of a record, including nested ones, but not lists."""
+    """Return all fields of a record except lists, with nested dicts flattened."""
     out: Row = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -75,7 +75,7 @@ def flatten(fields: Row, prefix: str = "") -> Row:
 
 
 def read_table(path: Path) -> tuple[list[str], list[Row]]:
-    """Return the columns and the rows of a file, without a last row that was cut off."""
+    """Return the columns and the rows of a file, except for a truncated last row."""
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace")

@@ -12,7 +12,7 @@ GROUPS = {
     "checkpoint": "goodput",
     "goodput": "goodput",
 }
-# The tags of numbers (named KIND/FIELD) whose tag is not GROUP/FIELD.
+# Maps numbers (KIND/FIELD) to their tags, if these differ from GROUP/FIELD.
 TAGS = {
     "train/dt": "throughput/dt",
     "train/tokens_per_sec": "throughput/tokens_per_sec",

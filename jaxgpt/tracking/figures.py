@@ -23,7 +23,7 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Format a duration in seconds as `1:01:01` or, from a day on, as `2 days, 1:01:01`."""
+    """Format a duration in seconds as `1:01:01` or, from a day upwards, `2 days, 1:01:01`."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
@@ -87,7 +87,7 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return lines with the meaning of each number in a run's training lines.
+    """Return lines that explain each number in a run's training lines.
 
     `corpora` are the names of the run's corpora, if there are several. If `width` is given, the
     result is limited to the numbers that a training line of `width` columns usually has room for.
@@ -109,7 +109,7 @@ def legend(
 
 
 def _fitting(parts: Sequence[tuple[int, str]], width: int | None) -> list[str]:
-    """Return the texts of (rank, text) parts, without the highest ranks if they are too long."""
+    """Return the text of each (rank, text) part, dropping the highest ranks until they fit."""
     kept = list(parts)
     droppable = sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0])
     while width and droppable and len(" ".join(text for _, text in kept)) > width:

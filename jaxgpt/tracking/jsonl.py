@@ -142,7 +142,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, or only the records of one kind.
+    """Return all records in a metrics.jsonl file, or only those of one kind.
 
     Damaged lines, and lines that were cut off because the run was killed, are ignored. Raises
     `OSError` if the file cannot be read.
@@ -152,7 +152,7 @@ def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
 
 
 def parse_records(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the records in lines of a metrics.jsonl; damaged lines are ignored."""
+    """Return the records in `lines` of a metrics.jsonl file; damaged lines are ignored."""
     found = (record for record in map(_parse, lines) if record is not None)
     return [record for record in found if _is_whole(record)]
 
@@ -163,9 +163,9 @@ def truncate_metrics(
     record: dict[str, Any] | None = None,
     replaces: dict[str, Any] | None = None,
 ) -> None:
-    """Drop the steps after `step` from a metrics.jsonl, except records of `PERSISTENT_KINDS`.
+    """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    Damaged lines and the record `replaces` are dropped, too, and `record` is appended. Raises
+    Damaged lines and the `replaces` record are also dropped, and `record` is appended. Raises
     `UsageError` if the file cannot be written, and `OSError` if it cannot be read.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]

@@ -1,4 +1,4 @@
-"""Run directories as they are on disk: their records, curves, settings, age and state."""
+"""Run directories read from disk: their records, curves, settings, age and state."""
 
 import datetime
 import os
@@ -38,7 +38,7 @@ class RunFiles:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what metrics.jsonl has gained since the last call; return whether it has changed.
+        """Read the new lines of metrics.jsonl since the last call; return whether it has changed.
 
         A restart replaces the file, which is then read from the start.
         """
@@ -69,7 +69,7 @@ class RunFiles:
         return bool(new)
 
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps and values of a number in the records of a kind: float64 (N,) each.
+        """Return the steps and values of one field in the records of a kind: float64 (N,) each.
 
         Missing and non-finite values are NaN. For `rewind`, these are the losses of the dropped
         steps, with a NaN after each rewind.
@@ -88,7 +88,7 @@ class RunFiles:
         return np.interp(steps, *self._tokens)
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Return the training and evaluation records with the run's name, without nested values."""
+        """Return the training and evaluation records, with the run's name but no nested values."""
         records = [{"run": self.name, **r} for k in ("train", "eval") for r in self.records[k]]
         return [{k: v for k, v in r.items() if not isinstance(v, list | dict)} for r in records]
 
@@ -117,11 +117,11 @@ class RunFiles:
         if goodput and goodput[-1]["is_last"]:
             limit = self.settings().get("train.max_iters", "0")
             return "stopped" if limit.isdecimal() and goodput[-1]["step"] < int(limit) else "done"
-        is_here = f"on host {platform.node()}" in read_text(lock)  # locks may not reach other hosts
+        is_here = f"on host {platform.node()}" in read_text(lock)  # hosts may not share locks
         return "running" if not is_here and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
-        """Return the run's row in a table of runs, by heading; what is not known is None."""
+        """Return the run's row in a table of runs, by heading; unknown values are None."""
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
         steps = [records[-1]["step"] for records in (self.records["train"], evals) if records]

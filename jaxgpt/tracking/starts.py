@@ -1,7 +1,7 @@
 """starts.jsonl: every start of a run, including those that died before their first step.
 
-The run directory is locked, so the lines of two starts never alternate. Each start appends a line
-of kind `start`, then up to one line of each other kind: `devices`, `first_step` and `end`.
+The run directory is locked, so the lines of two starts are never interleaved. Each start appends a
+line of kind `start`, then up to one line of each other kind: `devices`, `first_step` and `end`.
 """
 
 import contextlib
@@ -40,9 +40,8 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
     """Return the starts of a run, oldest first, each with the fields of its lines.
 
     `time` is the Unix time at which the run directory was locked. A start also has a `first_step`
-    and an `end`, which are None if it never got there. Damaged lines are
-    ignored, and a missing file has no starts. Raises `OSError`
-    if starts.jsonl cannot be read.
+    and an `end`, which are None if it never got that far. Damaged lines are ignored, and if the
+    file is missing, there are no starts. Raises `OSError` if starts.jsonl cannot be read.
     """
     starts: list[dict[str, Any]] = []
     path = directory / STARTS
@@ -65,10 +64,11 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
-    """Return a row for each start of a run, for a table; what is not known is None.
+    """Return a row for each start of a run, for a table; unknown values are None.
 
-    `name` and `state` are those of the run. `seconds` is the time to the end of the first step,
-    from `from`: the start of the job, or if that is not known, the start of the process.
+    `name` and `state` are those of the run. `seconds` is the time until the end of the first step.
+    It is measured from `from`: the start of the job or, if that is unknown, the start of the
+    process.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

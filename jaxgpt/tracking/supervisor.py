@@ -14,8 +14,8 @@ class SupervisorLink:
     """Sends a JSON line for each training record, complete checkpoint and rewind.
 
     It also sends one when it opens and when it closes. The keys are `job`, `run` (the run
-    directory), `resumed` and `saved` (steps of the checkpoint that the run resumed from and of the
-    newest one; 0 if there is none), `step` and `ending`. The connection stays open while process 0
+    directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
+    the newest checkpoint, or 0), `step` and `ending`. The connection stays open while process 0
     runs. Methods raise `OSError` if a line cannot be sent.
     """
 

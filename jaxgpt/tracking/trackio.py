@@ -39,7 +39,7 @@ class Trackio:
 
     def log(self, record: Record) -> None:
         if record.kind == "checkpoint" or time.monotonic() > self._written + WRITE_SECONDS:
-            self._write()  # a run that is killed continues from the checkpoint
+            self._write()  # a killed run resumes from the checkpoint
         values = curves(record.to_dict())
         if values:
             self._waiting.append((record.step, values))

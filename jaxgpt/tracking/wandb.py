@@ -25,7 +25,7 @@ class Wandb:
     killed, W&B may have lost its last records, so they are logged again from metrics.jsonl.
 
     W&B accepts values only for its newest step. Evaluations and other records may be about an
-    earlier step, so the charts of their groups have an x-axis of their own, such as `eval/at_step`.
+    earlier step, so the charts of their groups have their own x-axis, such as `eval/at_step`.
     """
 
     extra = "wandb"  # the package that it needs, which is also the name of jaxgpt's extra
@@ -44,7 +44,7 @@ class Wandb:
         self._start(step)
 
     def _start(self, resume_step: int | None) -> None:
-        """Start a W&B run, or continue the one of this run directory after `resume_step`."""
+        """Start a W&B run, or continue this run directory's W&B run after `resume_step`."""
         import wandb
 
         self.close()
@@ -83,7 +83,7 @@ class Wandb:
                 self._log(record)
 
     def _keep_id(self, complete: int) -> None:
-        """Save the ID of the W&B run, and the last step before which no record is missing."""
+        """Save the ID of the W&B run, and the last step up to which no records are missing."""
         self._id_file.write_text(f"{self._wandb_run.id} {complete}\n")
 
     def log(self, record: Record) -> None:
