@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxgpt.cluster.machines import MACHINES
+from jaxgpt.config import MeshShape
 from jobs import run
 
 LAUNCH = Path(__file__).parents[1] / "launch"
@@ -134,7 +135,7 @@ def test_auroragpt_is_sharded_and_fits_on_the_nodes_of_its_job(run_job, machine,
     assert planned.returncode == 0, planned.stdout
     plan = json.loads(planned.stdout)
     mesh = options[options.index("--mesh") + 1]
-    assert list(plan["mesh"].values()) == [int(n) for n in mesh.split(",")]
+    assert plan["mesh"] == MeshShape.parse(mesh)
     assert plan["devices"] == n_devices and plan["devices_per_host"] == facts.devices_per_host
     # Llama 2 7B has 6,738,415,616 parameters, of 4 bytes each.
     sharded = 4 * 6_738_415_616 / plan["mesh"]["fsdp"]
