@@ -64,8 +64,9 @@ KEY_ALIASES = {
 }
 
 # Flags of other programs -> settings with the same effect. {} stands for the value of the flag.
-# The settings `mesh.AXIS` (where the axis `rest` gets the remaining devices), `samples.KEY` (the
-# value of KEY in sequences instead of steps) and `later.NAME` are replaced in `translate.py`.
+# The settings `mesh.AXIS` (where the axis `rest` gets the remaining devices), `samples.KEY` and
+# `tokens.KEY` (the value of KEY in sequences or tokens instead of steps) and `later.NAME` are
+# replaced in `translate.py`.
 SETTINGS = {
     "bf16": "train.dtype=bfloat16",
     "swiglu": "model.mlp=swiglu",
@@ -95,6 +96,9 @@ SETTINGS = {
     "lr_decay_samples": "samples.optimizer.lr_decay_iters={}",
     "lr_warmup_samples": "samples.optimizer.warmup_iters={}",
     "lr_wsd_decay_samples": "samples.optimizer.wsd_decay_iters={}",
+    "train_tokens": "tokens.train.max_iters={}",
+    "lr_decay_tokens": "tokens.optimizer.lr_decay_iters={}",
+    "lr_warmup_tokens": "tokens.optimizer.warmup_iters={}",
     "lr_warmup_fraction": "later.warmup_fraction={}",
     "data": "later.data={}",
     "data_path": "later.data_path={}",
@@ -146,7 +150,8 @@ IGNORED = """
     profile_step_end module job.description metrics.enable_tensorboard metrics.enable_wandb
     compile.enable compile.components shuffle_sample shuffle_sample_in_corpus
     dataset_type use_iota_embed reuse_example_batch
-    trainer.eval_per_device_parallelism
+    trainer.eval_per_device_parallelism transformer_impl use_mics
+    hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale
 """
 
 # Flags of other programs -> the values that have no effect here.
@@ -155,6 +160,9 @@ NEUTRAL = {
     "ici_context_parallelism dcn_context_parallelism": "1",
     "expert_model_parallel_size expert_parallel_degree": "1",
     "rotary_percent": "1 1.0",
+    "init_method_std": "0.02 .02",
+    "adam_eps": "1e-8 1e-08",
+    "make_vocab_size_divisible_by": "128",
     "eval_only": "False false",
     "decay_lr": "True true",
     "train.init_from init_from": "scratch",
@@ -219,7 +227,11 @@ _NEEDS_SCALING = (
 # Flags of other programs, or suffixes of such flags after a dot -> what to use instead, or why the
 # flag is ignored.
 KEY_SUGGESTIONS = {
-    "epochs num_epochs train_tokens": "use train.max_iters=N, a number of steps",
+    "epochs num_epochs": "use train.max_iters=N, a number of steps",
+    "exit_interval": (
+        "use train.max_iters=N to stop after step N, or train.time_limit=MINUTES to save and stop "
+        "after a time"
+    ),
     _HALVES: _NEEDS_SCALING,
     "compile": "a step is always compiled",
     "device hardware": (
@@ -260,9 +272,10 @@ KEY_SUGGESTIONS = {
     "max_position_embeddings": "model.block_size sets the number of positions",
     "apply_layernorm_1p": "use model.norm=rmsnorm_1p, if the norm is RMSNorm",
     "init_method_std word_embedding_init_std adjust_word_embedding_init": (
-        "weights are always initialised as in GPT-2, with a standard deviation of 0.02"
+        "weights are always initialized as in GPT-2, with a standard deviation of 0.02"
     ),
     "adam_eps": "epsilon is always 1e-8",
+    "make_vocab_size_divisible_by": "use model.vocab_size=N, the padded size",
     "decay_lr": "use optimizer.schedule=constant for no decay, or cosine or wsd",
     "decay_ratio": "use optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
     "min_lr_factor": "use optimizer.min_lr=X",
@@ -280,6 +293,7 @@ KEY_SUGGESTIONS = {
         "groups of layers on each stage"
     ),
     "expert_model_parallel_size expert_parallel_degree": "mixture of experts is not supported",
+    "use_mics": "to shard over groups of F devices, use --mesh D,F,T",
     "fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather": (
         "8-bit training is not supported"
     ),

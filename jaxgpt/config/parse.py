@@ -270,7 +270,7 @@ def train_command(
     argument for the shell. Values that contain shell variables, such as $SIZE, are not checked.
     Arguments that cannot be translated are left out, and a remark lists them.
     """
-    line = translate(argv, presets())
+    line = translate(argv, presets(), guesses=False)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
     wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words))}
     given, left_out = _corrected(line, wrong)

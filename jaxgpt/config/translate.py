@@ -51,7 +51,9 @@ class CommandLine:
         self.left_out.append(argument)
 
 
-def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
+def translate(
+    argv: Sequence[str], presets: Mapping[str, Path], guesses: bool = True
+) -> CommandLine:
     """Return the settings that a command line describes.
 
     Arguments that cannot be translated do not raise an error, but are listed in the `problems` of
@@ -61,6 +63,7 @@ def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
     Args:
         argv: The arguments, which may be flags of other programs.
         presets: The preset files by name.
+        guesses: Use the key that an unknown key probably means. If False, leave it out.
     """
     line, ignored = CommandLine(), []
     for argument, shown, key, values in _arguments(argv, line):
@@ -86,13 +89,13 @@ def translate(argv: Sequence[str], presets: Mapping[str, Path]) -> CommandLine:
             line.problems.append(unknown_key(shown, key))
             if fix := aliases.find_end(aliases.KEY_FIXES, key):
                 _put_all(line, fix, values, argument)
-            elif guess and not aliases.find_end(aliases.KEY_SUGGESTIONS, key):
+            elif guess and guesses and not aliases.find_end(aliases.KEY_SUGGESTIONS, key):
                 line.words.setdefault(guess, values)
                 line.shown.setdefault(guess, argument)
             else:
                 line.left_out.append(argument)
     if ignored:
-        line.notes.append(f"ignored, because it changes nothing here: {', '.join(ignored)}")
+        line.notes.append(f"ignored (no effect here): {', '.join(ignored)}")
     _finish(line, presets)
     return line
 
@@ -113,15 +116,18 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 
 
 def _guess_key(key: str) -> str | None:
-    """Return the setting that an unknown key probably means, or None."""
+    """Return the setting that an unknown key probably means, or None.
+
+    Outside of its section, a setting must have almost the same name, because flags of other
+    programs have similar names and other meanings: exit_interval is not eval_interval.
+    """
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}
-    own = [name for name in settings() if name.rpartition(".")[0] == section]
+    own = {name.rpartition(".")[2]: name for name in settings() if name.startswith(f"{section}.")}
     near = [
         lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
-        *difflib.get_close_matches(key, own, 1, 0.8),
-        *difflib.get_close_matches(key, settings(), 1, 0.8),
-        *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.75)),
+        *(own[close] for close in difflib.get_close_matches(last, own, 1, 0.75)),
+        *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.9)),
     ]
     return next((name for name in near if name), None)
 
@@ -186,7 +192,7 @@ def _put_all(line: CommandLine, text: str, values: list[str], argument: str) -> 
             axis = key.removeprefix("mesh.")
             line.axes.setdefault(axis, {})[_name(argument)] = " ".join(words)
             line.shown.setdefault(key, argument)
-        elif key.startswith(("later.", "samples.")):
+        elif key.startswith(("later.", "samples.", "tokens.")):
             line.later[key.removeprefix("later.")] = words
             line.shown[key.removeprefix("later.")] = argument
         else:
@@ -221,6 +227,8 @@ def _finish(line: CommandLine, presets: Mapping[str, Path]) -> None:
     if "load" in later and later["load"] != line.words.get("out"):
         shown, text = line.shown["load"], aliases.find(aliases.KEY_SUGGESTIONS, "load")
         line.leave_out(shown, f"{shown}: not a setting of jaxgpt; {text}")
+    elif "load" in later:
+        line.notes.append(f"{line.shown['load']}: means --out, which also resumes the run")
     _set_strategy(line)
     _set_mesh(line)
     _set_batch(line)
@@ -432,16 +440,17 @@ def _axis_size(line: CommandLine, axis: str) -> int:
 
 
 def _set_schedule(line: CommandLine) -> None:
-    """Convert lengths in sequences and warm-up fractions to steps, and linear decay to wsd."""
+    """Convert sequences, tokens and warm-up fractions to steps, and linear decay to wsd."""
     words, later = line.words, line.later
-    batch = _number(line, "train.batch_size")
-    for name in [name for name in later if name.startswith("samples.")]:
-        key, shown = name.removeprefix("samples."), line.shown[name]
-        total = _whole(later[name][0])
-        if batch and total:
-            line.put(key, [str(total // batch)], shown)
-            text = f"means {key}={total // batch} with train.batch_size={batch}"
-            line.notes.append(f"{shown}: {text}")
+    for name in [name for name in later if name.startswith(("samples.", "tokens."))]:
+        unit, _, key = name.partition(".")
+        factors = ["train.batch_size"] + ["model.block_size"] * (unit == "tokens")
+        shown, total = line.shown[name], _whole(later[name][0])
+        per_step = math.prod(_number(line, factor) or 0 for factor in factors)
+        if per_step and total:
+            line.put(key, [str(total // per_step)], shown)
+            sizes = " ".join(f"{factor}={words[factor][0]}" for factor in factors)
+            line.notes.append(f"{shown}: means {key}={total // per_step} with {sizes}")
         else:
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
     is_megatron = line.default_config == "megatron"
@@ -474,9 +483,11 @@ def _set_sizes(line: CommandLine) -> None:
     words, later = line.words, line.later
     if "exact_gelu" in later:
         words.setdefault("model.mlp", ["gelu"])
-    if "merges" in later:
-        later.setdefault("tokenizer", ["GPT2BPETokenizer"])
-        line.shown.setdefault("tokenizer", line.shown["merges"])
+    if "merges" in later and ("tokenizer" in later or "model.vocab_size" in words):
+        text = aliases.find(aliases.KEY_SUGGESTIONS, "merge_file")
+        line.notes.append(f"{line.shown['merges']}: ignored; {text}")
+    elif "merges" in later:
+        later["tokenizer"], line.shown["tokenizer"] = ["GPT2BPETokenizer"], line.shown["merges"]
     if "tokenizer" in later:
         size = aliases.MEGATRON_VOCABULARIES.get(" ".join(later["tokenizer"]))
         if size is None:

@@ -115,6 +115,20 @@ WORKS = [
     ("--reset-attention-mask", "data.document_mask", True),
     ("--global-batch-size 8 --train-samples 1000", "train.max_iters", 125),
     ("--train-iters 200 --lr-warmup-fraction 0.05", "optimizer.warmup_iters", 10),
+    # 8 x 64 = 512 tokens per step
+    ("--seq-length 64 --global-batch-size 8 --train-tokens 5120", "train.max_iters", 10),
+    (
+        "--seq-length 64 --global-batch-size 8 --lr-decay-tokens 51200 --lr-warmup-fraction 0.1",
+        "optimizer.warmup_iters",
+        10,
+    ),
+    (
+        "--seq-length 64 --global-batch-size 8 --lr-warmup-tokens 2048",
+        "optimizer.warmup_iters",
+        4,
+    ),
+    ("--init-method-std 0.02 --adam-eps 1e-8 --make-vocab-size-divisible-by 128", "out", None),
+    ("--transformer-impl local --hysteresis 2 --initial-loss-scale 4096 --use-mics", "out", None),
     ("--save runs/b --load runs/b", "out", "runs/b"),
     ("--tokenizer-type Llama2Tokenizer", "model.vocab_size", 32000),
     # padded to a multiple of 128 x 8, as Megatron-LM's log says for this size
@@ -189,6 +203,12 @@ ANSWERED = [
     ("--attention-dropout 0.1 --hidden-dropout 0", "also sets model.dropout", "model.dropout=0.1"),
     ("--tensor-model-parallel-size 2 --mesh 1,1,4", "--mesh is also given", "--mesh 1,1,4"),
     ("--train-samples 1000", "train.max_iters=N", None),
+    ("--train-tokens 4096 --global-batch-size 8", "train.max_iters=N", "train.batch_size=8"),
+    ("--make-vocab-size-divisible-by 64", "model.vocab_size=N", None),
+    ("--exit-interval 10 --seed 2", "train.time_limit=MINUTES", "train.seed=2"),
+    # a flag with a similar name and another meaning is not a slip
+    ("--exit-intervals 10 --seed 2", "unknown key; --help lists", "train.seed=2"),
+    ("checkpoint.keep_latest_k=10 --seed 2", "unknown key; --help lists", "train.seed=2"),
     ("--init-method-std 0.006 --adam-eps 1e-5 --seed 2", "0.02", "train.seed=2"),
     (
         "--lr-decay-style linear --lr-decay-iters 100 --lr-warmup-iters 10",

@@ -288,6 +288,15 @@ def test_megatron_s_defaults_are_used_for_its_commands():
     assert any("--config megatron" in text for text in notes)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["--save ck --load ck", "--merge-file m", "--tokenizer-type GPT2BPETokenizer --merge-file m"],
+)
+def test_a_flag_does_not_vanish_without_a_note(line):
+    flag = " ".join(line.split()[-2:])
+    assert any(note.startswith(f"{flag}: ") for note in parse(line)[1])
+
+
 def test_other_commands_show_corrected_settings_only():
     with pytest.raises(UsageError) as caught:
         parse_args(["model.n_layers=2", "--mesh", "1,1,2"], "python -m jaxgpt.plan")

@@ -119,6 +119,12 @@ def test_flags_without_an_equivalent_are_named(capsys):
     assert "note: left out: --weird=1" in notes
 
 
+def test_a_slip_is_not_guessed(capsys):
+    command, notes = convert(capsys, "torchrun pretrain_gpt.py --train-iter 9 --seed 2")
+    assert command == "python -m jaxgpt.train --config megatron train.seed=2"
+    assert "note: left out: --train-iter 9" in notes
+
+
 @pytest.mark.parametrize("line", ["ls -l", "", "python other.py", "echo train.py"])
 def test_a_line_without_a_known_program_is_refused(capsys, line):
     with pytest.raises(SystemExit) as end:
