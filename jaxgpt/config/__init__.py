@@ -1,7 +1,14 @@
 """Configuration of a run. Each setting is named `section.key`."""
 
 from jaxgpt.config.command import CommandParser, file_path, whole_number
-from jaxgpt.config.errors import UsageError, check_shape, expand_user, in_words, read_json
+from jaxgpt.config.errors import (
+    UsageError,
+    check_shape,
+    expand_user,
+    in_words,
+    read_json,
+    shorten,
+)
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.parse import (
     config_from_dict,

@@ -290,10 +290,18 @@ def _open_source(
                 f"{', '.join(opened.tokens)}; give other data, or prepare it with --split {split}"
             )
         if tokens[split].size < least:
+            remedy = "add data or reduce model.block_size"
+            if note and opened.find_document is not None and boundary == 0:
+                remedy = (
+                    "data with a document index is split between documents, and this split falls "
+                    "into the first one; prepare the text as several documents, or with "
+                    "jaxgpt.prepare and without --format megatron, which can split a document"
+                )
+            elif note:
+                remedy += ", or change data.val_share"
             raise UsageError(
                 f"{entry.key}: {tokens[split].file.path} has {tokens[split].size} tokens for split "
-                f"{split}{note}, but at least {least} are needed; add data or reduce "
-                "model.block_size" + (", or change data.val_share" if note else "")
+                f"{split}{note}, but at least {least} are needed; {remedy}"
             )
     tokens = {split: tokens[split] for split in splits or tokens}
     return Source(tokens, opened.find_document, meta, entry=entry, format=name)
@@ -321,7 +329,8 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
             is_built_in = data.dataset in BUILT_IN
             made_by = data.dataset if is_built_in else f"text --name {data.dataset} --input FILE"
             remedy = f"run `python -m jaxgpt.prepare {made_by}`, or give data.path=DIR"
-        raise UsageError(f"{entry.key}: there is no token data at {entry.path}; {remedy}")
+        place = "" if entry.key.endswith(f"={entry.path}") else f" at {entry.path}"
+        raise UsageError(f"{entry.key}: there is no token data{place}; {remedy}")
     try:
         return name, FORMATS[name].open(entry.path)
     except UsageError as error:

@@ -159,15 +159,22 @@ def test_a_copy_that_is_cut_off_is_named(lines, tmp_path):
         opened(lines)
 
 
-@pytest.mark.parametrize("documents", [[30], [2000]], ids=["short", "one document"])
-def test_a_split_that_is_too_short_for_a_row_is_named(lines, documents, tmp_path):
+@pytest.mark.parametrize(
+    ("documents", "tokens", "remedy"),
+    [
+        ([30], 0, "prepare the text as several documents"),
+        ([2000], 0, "prepare the text as several documents"),
+        ([30, 2000], 30, "or change data.val_share"),
+    ],
+)
+def test_a_split_that_is_too_short_for_a_row_is_named(lines, documents, tokens, remedy, tmp_path):
     with pytest.raises(UsageError, match=r"corpus1.bin has 30 tokens for split val .* at least 65"):
         opened(lines, "data.val_share=0.01")
     with megatron_writer(tmp_path / "small", np.uint16) as add:
         for size in documents:
             add(np.arange(size) % 97)
     with pytest.raises(
-        UsageError, match=r"small.bin has 0 tokens for split train .* data.val_share"
+        UsageError, match=rf"small.bin has {tokens} tokens for split train with data.*{remedy}"
     ):
         opened([f"1 {tmp_path / 'small'}"], "data.val_share=0.01")
 

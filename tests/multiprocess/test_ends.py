@@ -236,7 +236,7 @@ def test_over_tcp_a_process_that_is_killed_or_interrupted_takes_the_other_with_i
         (["--mesh", "2,1,3"], "parallel.mesh=2,1,3: tensor=3 does not divide model.n_head=4"),
         (["--mesh", "3,1,2"], "must be a multiple of data x fsdp = 3"),
         (["--mesh", "2,1,1"], "2 devices cannot be divided evenly among 4 processes"),
-        (["data.path=/nowhere"], "data.path=/nowhere: there is no token data at /nowhere"),
+        (["data.path=/nowhere"], "data.path=/nowhere: there is no token data; give"),
         (["model.vocab_size=32"], "model.vocab_size=32"),
         (["--train-range-to-skip", "9", "5"], "9 5"),
         (["--out", "/proc/nowhere"], "out=/proc/nowhere: cannot be written"),

@@ -126,8 +126,8 @@ def prepare_text(
         ]
         said.append(made.division)
     mark = made.tokenizer.end_of_text
-    between = "nothing" if mark is None else f"token {mark}"
-    said.append(f"documents: {made.documents:,}, with {between} between them")
+    separated = "not separated by a token" if mark is None else f"separated by token {mark}"
+    said.append(f"documents: {made.documents:,}" + f", {separated}" * (made.documents > 1))
     if ignored := ignored_files(inputs):
         said.append(
             f"files ignored because of their suffix: {len(ignored):,}, such as {ignored[0]}"

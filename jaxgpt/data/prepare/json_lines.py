@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words, shorten
 from jaxgpt.data.prepare.chat_template import ChatTemplate, Range, find_template
 
 KINDS = ("text",), ("messages",), ("prompt", "completion")  # the keys of each kind of line
@@ -60,14 +60,14 @@ class LineReader:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise self._invalid(where, line, error) from None
-        return self.read_value(value, where, line)
+            shown = shorten(line.decode(errors="replace"))
+            raise self._invalid(
+                where, f"not {shown!r} ({in_words(error)}); correct or remove the line"
+            ) from None
+        return self.read_value(value, where)
 
-    def read_value(self, value: Any, where: str, shown: object = None) -> LineDocument:
-        """Return the document in a parsed line or in a row, like `read`.
-
-        Error messages show the start of `shown` or, if it is None, of `value`.
-        """
+    def read_value(self, value: Any, where: str) -> LineDocument:
+        """Return the document in a parsed line or in a row, like `read`."""
         try:
             fields = self._fields(value, where)
             if self._has_messages:
@@ -76,20 +76,24 @@ class LineReader:
                 text.encode()  # raises for a lone surrogate, which JSON allows but UTF-8 does not
         except UsageError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._invalid(where, value if shown is None else shown, error) from None
+        except KeyError:
+            keys = ", ".join(map(repr, value))
+            raise self._invalid(
+                where, f"but its keys are {keys or 'missing'}; choose keys with --jsonl-key"
+            ) from None
+        except (ValueError, TypeError, AttributeError):
+            shown = shorten(json.dumps(value, default=str, ensure_ascii=False))
+            raise self._invalid(
+                where, f"not {shown}; correct the line, or choose keys with --jsonl-key"
+            ) from None
         if len(fields) == 1:
             return LineDocument(*fields)
         prompt, completion = fields
         return LineDocument(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
 
-    def _invalid(self, where: str, shown: object, error: Exception) -> UsageError:
+    def _invalid(self, where: str, what: str) -> UsageError:
         keys = " and ".join(map(repr, self._keys or KINDS[0]))
-        start = repr(shown[:80]) if isinstance(shown, bytes) else repr(shown)[:80]
-        return UsageError(
-            f"{where} must be a JSON object with UTF-8 text under {keys}, not {start} "
-            f"({type(error).__name__}); choose keys with --jsonl-key"
-        )
+        return UsageError(f"{where} must be a JSON object with UTF-8 text under {keys}, {what}")
 
     def _fields(self, value: Any, where: str) -> list[Any]:
         """Return a line's values for the keys. By default, the first line determines the keys."""

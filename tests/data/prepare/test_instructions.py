@@ -260,12 +260,12 @@ def test_answers_are_found_in_the_text_of_published_templates(name):
     [
         (
             [{"question": "?"}],
-            "line 1 must be .* under 'text', not .*; choose keys with --jsonl-key",
+            "line 1 must be .* under 'text', but its keys are 'question'; choose keys with --jsonl",
         ),
         ([{"prompt": "a"}], "line 1 must be a JSON object with UTF-8 text under 'text'"),
         (
             [PAIRS[0], {"text": "a"}],
-            "line 2 must be .* under 'prompt' and 'completion', not .*KeyError",
+            "line 2 must be .* under 'prompt' and 'completion', but its keys are 'text'; choose",
         ),
         ([PAIRS[0], {"prompt": "a", "completion": 1}], "line 2 must be .* with --jsonl-key"),
         ([PAIRS[0], conversation("a", "b")], "line 2 must be .* 'prompt' and 'completion'"),

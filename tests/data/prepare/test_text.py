@@ -154,9 +154,14 @@ def test_megatrons_format_has_every_document_with_its_mark(tmp_path, small_block
         (
             "a.jsonl",
             b'{"id": 1, "body": "b"}',
-            "line 1 must .* under 'text', not .*id.*body.*; choose keys with --jsonl-key",
+            "line 1 must .* under 'text', but its keys are 'id', 'body'; choose keys with --json",
         ),
         ("a.jsonl", b'{"text": null}', "line 1 must .* under 'text', not .*null"),
+        (
+            "a.jsonl",
+            b'{"text": "a',
+            'line 1 must .* not \'{"text": "a\' \\(Unterminated string .*\\); correct or remove',
+        ),
         ("a.jsonl", b'["text"]', "line 1 must .* under 'text', not .*text"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz: cannot be read"),
         ("a.jsonl.gz", b"{}", "a.jsonl.gz: cannot be read"),
