@@ -7,6 +7,7 @@ import signal
 import sys
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
@@ -139,9 +140,9 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
     commands = out.add_subparsers(dest="command", required=True)
-    shakespeare = commands.add_parser("shakespeare_char", help="character-level Tiny Shakespeare")
+    shakespeare = _add_command(commands, "shakespeare_char", "character-level Tiny Shakespeare")
     shakespeare.add_argument("--input", type=file_path, help="local text file; skips the download")
-    text = commands.add_parser("text", help="your own text, JSON lines or Parquet files")
+    text = _add_command(commands, "text", "your own text, JSON lines or Parquet files")
     add = text.add_argument
     files = (
         "files or folders: UTF-8 text (one document per file), .jsonl (one per line) or .parquet "
@@ -178,12 +179,16 @@ def parser() -> CommandParser:
     formats = "write train.bin and val.bin, or one .bin and .idx pair for Megatron-LM"
     add("--format", choices=("nanogpt", "megatron"), default="nanogpt", help=formats)
     add("--name", default="text", help="name of the dataset, for data.dataset=NAME")
-    python = commands.add_parser("python", help="the source code of Python's standard library")
+    python = _add_command(commands, "python", "the source code of Python's standard library")
     for command in (shakespeare, text, python):
         home = "output folder; default: a subfolder of $JAXGPT_DATA or ~/.cache/jaxgpt"
         command.add_argument("--out", type=file_path, help=home)
         command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     return out
+
+
+def _add_command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=about, description=f"Convert {about} to token files.")
 
 
 if __name__ == "__main__":

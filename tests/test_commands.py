@@ -88,6 +88,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
         (["--run", "/nowhere", "--max-new-tokens", 2**31], "--max-new-tokens: 2147483648: must be"),
         (["--run", ""], "argument --run/--out/--out-dir: is empty"),
         ([], "are required: --run"),
+        (["runs/mine"], "runs/mine: use --run runs/mine"),
     ],
 )
 def test_sample_explains_what_is_wrong(arguments, words, capsys):

@@ -27,6 +27,10 @@ class CommandParser(argparse.ArgumentParser):
         if "--mesh" in words[:-1]:  # argparse would treat -1,1,1 as an option
             i = words.index("--mesh")
             words[i : i + 2] = [f"--mesh={words[i + 1]}"]
+        if "--run" in self._option_string_actions and words and words[0][:1] not in ("", "-"):
+            is_setting, is_given = "=" in words[0], any(w.startswith("--run") for w in words)
+            if not (is_setting or is_given or self._get_positional_actions()):
+                self.error(f"{words[0]}: use --run {words[0]}")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:

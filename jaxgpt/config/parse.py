@@ -38,7 +38,7 @@ usage: {prog} [--config NAME_OR_FILE] [--mesh D,F,T] [--out DIR]
 
 Examples:
   {prog}
-      the default: a small GPT on text that needs no download, in about two minutes
+      the default: a small GPT on text that needs no download, in less than a minute
   {prog} --config shakespeare_char train.dtype=bfloat16
       a preset, with one setting changed
   mpiexec -n 8 {prog} --config gpt2 --mesh 2,4,1 data.path=DIR
@@ -512,7 +512,10 @@ def _entries(section: type, prefix: str, choices: Mapping[str, Iterable[str]]) -
             name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
             kind = Literal[*choices[name]] if name in choices else settings()[name]
-            lines.append(f"  --{name}: {describe(kind)} (default: {default})")
+            values = describe(kind)
+            if default is None:  # shown as the default
+                values = values.removesuffix(", or None")
+            lines.append(f"  --{name}: {values} (default: {'empty' if default == '' else default})")
             doc = " ".join(ast.literal_eval(below.value).split())
             lines += textwrap.wrap(doc, 92, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return lines

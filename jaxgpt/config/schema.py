@@ -207,7 +207,7 @@ class DataConfig:
     PREFIX of Megatron-LM's PREFIX.bin and PREFIX.idx; or one nanoGPT .bin file."""
     blend: tuple[str, ...] = ()
     """Sources to mix, each `WEIGHT PATH [CORPUS]`. PATH has the same form as data.path; quote it if
-    it contains spaces. Weights are normalised. Sources with the same CORPUS are mixed and reported
+    it contains spaces. Weights are normalized. Sources with the same CORPUS are mixed and reported
     as one corpus."""
     file_list: str | None = None
     """File with one data.blend entry per line, as in ALCF's Megatron-DeepSpeed. Paths are relative

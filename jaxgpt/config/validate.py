@@ -383,10 +383,11 @@ def describe_batch_size(config: Config, shape: MeshShape) -> str:
     """
     train, n = config.train, shape.split_of("splits_batch")
     devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
+    sequences = "sequences" if train.batch_size_per_device != 1 else "sequence"
     parts = f" x {steps} microbatches" if steps > 1 else ""
     total = with_batch_size(config, shape).train.batch_size
     return (
-        f"train.batch_size={total}: {train.batch_size_per_device} sequences per device x {n} "
+        f"train.batch_size={total}: {train.batch_size_per_device} {sequences} per device x {n} "
         f"{devices}{parts}; {total * config.model.block_size:,} tokens per step"
     )
 

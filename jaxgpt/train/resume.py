@@ -137,7 +137,7 @@ def _check_data(
     elif saved != found:
         changed = next(i for i in range(len(saved)) if saved[i] != found[i])
         source = dataset.sources[changed].entry
-        what = f"{source.path} does not hold the tokens that {checkpoint} was trained on"
+        what = f"{source.path} has different tokens from the training data of {checkpoint}"
     elif None not in tokenizers and tokenizers[0] != tokenizers[1]:
         what = f"the tokenizer is not the one that {checkpoint} was trained with"
     else:
@@ -148,8 +148,8 @@ def _check_data(
         return []
     if not config.data.accept_changes:
         raise UsageError(
-            f"{source.key}: {what}; restore the original, give another --out, or accept the change "
-            "with data.accept_changes=True"
+            f"{source.key}: {what}; restore the original data, give another --out, or accept "
+            "the change with data.accept_changes=True"
         )
     return [f"warning: {what}; accepted by data.accept_changes"]
 

@@ -10,7 +10,7 @@ from jaxgpt import __version__
 from jaxgpt.config import Config, profile_range, skip_ranges
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import adamw_ratio, is_hidden_matrix
-from jaxgpt.parallel.mesh import describe
+from jaxgpt.parallel.mesh import describe, mesh_axes_with
 from jaxgpt.perf.flops import MFU_FORMULA, Rates
 from jaxgpt.perf.units import count
 from jaxgpt.runtime import initialize
@@ -76,17 +76,21 @@ def summary_lines(
     skips = SkipRanges(skip_ranges(config))
     sources = run.dataset.sources
     place = sources[0].entry.path if len(sources) == 1 else count(len(sources), "source")
-    layout = f"zero_stage={parallel.zero_stage}" if mesh.size > 1 else ""
-    layout += f" remat={parallel.remat}" if parallel.remat != "none" else ""
+    first, last = (run.resume_step or 0) + 1, train.max_iters
+    left = f"steps {first} to {last}" if first <= last else f"no steps left of {last}"
+    layout = [describe(mesh)]
+    if mesh_axes_with("shards_parameters", mesh):
+        layout.append(f"zero_stage={parallel.zero_stage}")
+    if parallel.remat != "none":
+        layout.append(f"remat={parallel.remat}")
     notes = [line for line in facts["notes"] if not line.startswith(USUAL_NOTES)]
     return [
-        f"jaxgpt {__version__}: {config.config}, steps {(run.resume_step or 0) + 1} to "
-        f"{train.max_iters}, run directory {run.directory}",
+        f"jaxgpt {__version__}: {config.config}, {left}, run directory {run.directory}",
         initialize.summary(facts),
-        f"mesh: {describe(mesh)} {layout}".rstrip(),
+        f"mesh: {' '.join(layout)}",
         f"model: {steps.n_parameters[1] / 1e6:.2f}M parameters; attention: "
         + steps.attention.partition(" ")[0],
-        f"batch: {train.batch_size} sequences, {tokens:,} tokens per step of the whole job"
+        f"batch: {count(train.batch_size, 'sequence')}, {tokens:,} tokens per step of the whole job"
         + (f", in {accumulated} microbatches" if accumulated > 1 else ""),
         f"data: {place}, {run.dataset.size('train'):,} training tokens",
         *run.notes,
@@ -132,8 +136,8 @@ def _batch_line(config: Config, steps: CompiledFunctions) -> str:
     rows = steps.batch_sharding.shard_shape((train.batch_size, block_size + 1))[0]
     parts = f", in {n} microbatches of {rows / n:g}" if n > 1 else ""
     return (
-        f"batch: {train.batch_size} sequences per step in the whole job, {rows} on each device"
-        f"{parts}; {train.batch_size * block_size:,} tokens per step; gradient accumulation {n}. "
+        f"batch: {count(train.batch_size, 'sequence')} per step in the whole job, {rows} on each "
+        f"device{parts}; {train.batch_size * block_size:,} tokens per step; gradient accumulation {n}. "
         "train.batch_size is the global batch size; in nanoGPT and wordplay it is per device"
     )
 

@@ -395,9 +395,11 @@ class Reporter:
             atomic_write_text(path, json.dumps(found, indent=1) + "\n")
             log_start(self._run.directory, "first_step", found)
             compilation = found["phases"]["compile"]["max"]
+            cache = found["compile_cache"]
+            work = "load the compiled step from the cache" if cache == "hit" else "compile the step"
             self.info(
                 f"first step done after {found['total']['max']:.1f} s, including "
-                f"{compilation:.1f} s of compilation (cache: {found['compile_cache']})",
+                f"{compilation:.1f} s to {work}",
                 full=startup_line(found),
             )
 
