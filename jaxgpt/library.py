@@ -20,6 +20,7 @@ from jaxgpt.config import (
     Config,
     MeshShape,
     UsageError,
+    checked,
     expand_user,
     mesh_shape,
     parse_args,
@@ -67,6 +68,11 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
     malformed, has no effect, or contradicts another one. train.batch_size_per_device needs a mesh
     without -1.
     """
+    if not all(isinstance(word, str) for word in settings):
+        raise UsageError(
+            f"settings: must be strings, such as 'train.max_iters=100', not {settings!r}; write "
+            "*LIST to pass a list"
+        )
     return parse_args(
         ["--config", str(config), *settings],
         "jaxgpt.load_config",
@@ -87,14 +93,17 @@ class StepBatch(NamedTuple):
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
     """Yield the global batches of steps, which are counted from 1 and may be in any order.
 
-    JAX is not imported. The default data is prepared if it is missing. Raises `UsageError` if the
-    data cannot be prepared or read, if faults.random_tokens is invalid, or if a step is below 1.
+    JAX is not imported. The default data is prepared if it is missing. Raises `UsageError` if a
+    setting or a step is invalid, or if the data cannot be prepared or read.
     """
+    if not isinstance(steps, Iterable):
+        raise UsageError(f"steps={steps}: must be a list of steps, such as [1, 2] or range(1, 3)")
+    config = checked(config, CHOICES)
     prepare_default_data(config.data)
     dataset = open_dataset(config.data, config.model)
     loader = Loader.for_training(dataset, config)
     for step in steps:
-        if step < 1:
+        if not _is_whole(step):
             raise UsageError(f"steps: {step} is not a step; steps are counted from 1")
         rows = range(loader.batch_sizes.at(step))
         yield StepBatch(step, loader.read(step, rows), loader.read_weights(step, rows))
@@ -149,9 +158,10 @@ class Trainer:
             cluster: the processes of the job, from `join_process_group`; None means only this
                 process.
 
-        Raises `UsageError` if the data cannot be read, or if the configuration does not fit the
-        data, the devices or their memory.
+        Raises `UsageError` if a setting is invalid, if the data cannot be read, or if the
+        configuration does not fit the data, the devices or their memory.
         """
+        config = checked(config, CHOICES)
         self.cluster = cluster = cluster or join_alone("jaxgpt.Trainer", WITH_CLUSTER)
         cluster.run_on_all(lambda: cluster.is_main and prepare_default_data(config.data))
         self.dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -209,9 +219,12 @@ class Trainer:
         """Train the next steps; return the step number and the metrics of each.
 
         The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
-        skipped step, they are None, except for `lr`. Raises `UsageError` if the data cannot be
+        skipped step, they are None, except for `lr`. Steps after train.max_iters are trained, too.
+        Raises `UsageError` if `n_steps` is not a whole number above 0, or if the data cannot be
         read.
         """
+        if not _is_whole(n_steps):
+            raise UsageError(f"n_steps={n_steps}: must be a whole number, at least 1")
         import jax
 
         from jaxgpt.runtime.dispatch import DispatchLimiter
@@ -352,6 +365,10 @@ class Trainer:
         )  # fmt: skip
         self.loader.batch_sizes = self._run.batch_sizes
         self.step, self._folder = step, directory
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int | np.integer) and number >= 1
 
 
 def _warn(notes: Iterable[str]) -> None:

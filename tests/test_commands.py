@@ -68,7 +68,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "/nowhere"], "--run /nowhere: no such folder"),
+        (["--run", "/nowhere"], "/nowhere: no such folder"),
         (["--run", "/nowhere", "--seed", "99999999999"], "--seed: 99999999999: must be"),
         (
             ["--run", "/nowhere", "--seed", 2**31 - 1, "--num-samples", 2],
@@ -78,7 +78,7 @@ def test_a_text_of_ones_own_is_prepared_trained_on_and_continued(tmp_path, token
             ["--run", "/nowhere", "--temperature", "-1"],
             "--temperature=-1.0: must be 0, or between 1e-06 and",
         ),
-        (["--mesh", "-1,1,1", "--run", "/nowhere"], "--run /nowhere: no such folder"),
+        (["--mesh", "-1,1,1", "--run", "/nowhere"], "/nowhere: no such folder"),
         (["--run", "/nowhere", "--top-p", "1.5"], "--top-p=1.5: must be more than 0 and at most 1"),
         (["--run", "/nowhere", "--min_p", "0"], "--min-p=0.0: must be more than 0 and at most 1"),
         (["--run", "/nowhere", "--stop", ""], "--stop: is empty"),

@@ -83,6 +83,23 @@ def test_logits_of_one_text_and_of_several_are_those_of_the_plain_network(run):
         np.testing.assert_allclose(model.logits(text), logits, atol=1e-5)
 
 
+def test_scores_of_texts_are_the_losses_of_their_logits(run):
+    with devices_of("1,1,1"):
+        model = jaxgpt.load_model(run, mesh="1,1,1", batch_size=2)
+    texts = [model.tokenizer.encode(TEXT[start:])[:n] for start, n in ((0, 11), (7, 5), (90, 2))]
+    scores = list(model.score(texts))
+    assert len(scores) == 3
+    for text, (nats,) in zip(texts, scores, strict=True):
+        expected = -log_softmax(model.logits(text[:-1]))[np.arange(len(text) - 1), text[1:]]
+        np.testing.assert_allclose(nats[: len(text) - 1], expected, atol=1e-5)
+        assert not nats[len(text) - 1 :].any()
+
+
+def test_a_value_may_be_a_string_as_in_the_command():
+    config = jaxgpt.load_config("tiny").replace(train__batch_size="3")
+    assert next(jaxgpt.batches(config, [1])).tokens.shape == (3, config.model.block_size + 1)
+
+
 def test_greedy_text_follows_the_largest_logits(run):
     with devices_of("1,1,1"):
         model = jaxgpt.load_model(run, mesh="1,1,1")
@@ -178,11 +195,30 @@ def refusals(home):
         loaded = model(home / "taken", mesh="1,1,1")
     yield lambda: load("tiny", "train.max_iter=2"), "train.max_iter: unknown key"
     yield lambda: load("tiny", "optimizer.name=shampoo"), "optimizer.name=shampoo: "
+    yield lambda: load("tiny", ["model.n_layer=1"]), "settings: must be strings"
+    yield lambda: config.replace(n_layer=3), "n_layer: unknown key; write section__key=value"
+    yield lambda: config.replace(**{"parallel.mesh": "1,1,1"}), "parallel.mesh: unknown key"
+    yield lambda: config.replace(train__batch=3), "train__batch: unknown key"
+    yield lambda: jaxgpt.Trainer("tiny"), "config: must be a configuration"
+    yield (
+        lambda: jaxgpt.Trainer(config.replace(train__batch_size=-1)),
+        "train.batch_size=-1: must be a whole number, at least 1",
+    )
+    yield lambda: trainer.train(2.5), "n_steps=2.5: must be a whole number"
+    yield lambda: trainer.train(-3), "n_steps=-3: must be a whole number"
+    yield lambda: list(jaxgpt.batches(config, 3)), "steps=3: must be a list of steps"
     yield lambda: list(jaxgpt.batches(config, [0])), "steps: 0 is not a step"
     yield lambda: make_steps(config, job_mesh(config)), "model.vocab_size=None: the vocabulary"
     yield lambda: model(home / "nope"), f"{home}/nope: "
     yield lambda: model(home / "taken", dtype="fp8"), "dtype=fp8: must be float32 or bfloat16"
-    yield lambda: model(home / "taken", step=3), "--step 3: "
+    yield lambda: model(home / "taken", step=3), "step 3: "
+    yield (
+        lambda: model("gpt2"),
+        "gpt2: no such folder; give a run directory (the --out of a run) or",
+    )
+    yield lambda: loaded.generate(5), "prompt=5: must be a string"
+    yield lambda: list(loaded.score([[1, 2], [256]])), "tokens: 256 is not in the vocabulary"
+    yield lambda: list(loaded.score([1, 2])), "tokens: an array of shape ()"
     yield lambda: loaded.logits([1.5]), "tokens: an array of shape (1,) and dtype float64"
     yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"

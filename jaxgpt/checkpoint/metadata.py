@@ -152,14 +152,14 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
-        raise UsageError(f"--run {run}: no such folder; give the --out of a run")
+        raise UsageError(f"{run}: no such folder; give a run directory, the --out of a run")
     if not steps:
-        raise UsageError(f"--run {run}: has no checkpoints yet; give a run directory that has one")
+        raise UsageError(f"{run}: has no checkpoints yet; give a run directory that has one")
     if step is None:
         return steps[-1]
     if step not in steps:
         raise UsageError(
-            f"--step {step}: {run} has no such checkpoint; choose from {', '.join(map(str, steps))}"
+            f"step {step}: {run} has no such checkpoint; choose from {', '.join(map(str, steps))}"
         )
     return step
 

@@ -328,6 +328,22 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     return config
 
 
+def checked(config: Config, choices: Choices | None = None) -> Config:
+    """Return a configuration whose values have been checked as on a command line.
+
+    `choices` are as for `parse_args`. Raises `UsageError` if `config` is not a `Config`, if a value
+    is malformed, or if settings contradict each other.
+    """
+    if not isinstance(config, Config):
+        raise UsageError(
+            f"config: must be a configuration, such as load_config({config!r}), not {config!r}"
+        )
+    config = config_from_dict(config.to_dict(), "config")
+    validate(config)
+    check_choices(config, {}, choices or {})
+    return config
+
+
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Rebuild a configuration from the output of `Config.to_dict`, without validating it.
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 
+from jaxgpt.config.errors import UsageError
+
 
 class Bounds(NamedTuple):
     """Bounds of a number: a description, and a function that checks whether a value fits."""
@@ -492,12 +494,17 @@ class Config:
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with changes, given as `section__key=value` or top-level `key=value`.
 
-        The changes are not validated.
+        The values are not validated. Raises `UsageError` if there is no such key.
         """
         config = self
         for name, value in changes.items():
             section, _, key = name.partition("__")
-            if key:
-                value = dataclasses.replace(getattr(config, section), **{key: value})
-            config = dataclasses.replace(config, **{section: value})
+            try:
+                if key:
+                    value = dataclasses.replace(getattr(config, section), **{key: value})
+                config = dataclasses.replace(config, **{section: value})
+            except (AttributeError, TypeError):  # no such section or key
+                raise UsageError(
+                    f"{name}: unknown key; write section__key=value, such as train__batch_size=8"
+                ) from None
         return config

@@ -60,11 +60,16 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
     A transformers model is given as hf:FOLDER, or as a folder with a config.json and without
     checkpoints. All processes must call this. The first process of each host converts the weights
-    and writes them to the temporary directory. Raises `UsageError` if no file can have this name,
-    or if the transformers folder cannot be converted.
+    and writes them to the temporary directory. Raises `UsageError` if there is no such folder, or
+    if the transformers folder cannot be converted.
     """
     if not where.startswith(TRANSFORMERS):
         given = Path(expand_user(where))
+        if not given.is_dir():
+            raise UsageError(
+                f"{where}: no such folder; give a run directory (the --out of a run) or the folder "
+                "of a Hugging Face model"
+            )
         if (given / "checkpoints").exists() or not (given / "config.json").is_file():
             yield given
             return
@@ -228,14 +233,23 @@ class Model:
             n_parts *= 2
         return min(self.block_size, _round_up(length, n_parts))
 
-    def score(self, rows: Rows, with_likeliest: bool = False) -> Iterator[tuple[np.ndarray, ...]]:
+    def score(
+        self, rows: Rows | Sequence[Sequence[int] | np.ndarray], with_likeliest: bool = False
+    ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
+
+        `rows` may be a list of texts, each a list of at most `block_size` token IDs. T is then the
+        padded length of the longest one.
 
         Losses are float32 in nats, and tokens are int32 IDs. Both have the shape (T,), where T is
         `rows.length`. Element i is for token i + 1 of the row. Losses after the end of a row are 0.
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
         """
+        if not isinstance(rows, Rows):
+            texts = [self._check_tokens(row) for row in rows]
+            longest = max((text.size for text in texts), default=1)
+            rows = Rows(len(texts), self.row_length(longest - 1), texts.__getitem__)
         in_flight: deque[tuple[int, Any]] = deque()
         show = None if self._cluster.is_main else True  # if None, only on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
@@ -375,6 +389,11 @@ class Model:
 
         Raises `UsageError` like `generate`.
         """
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                raise UsageError(
+                    f"prompt={prompt!r}: must be a string; for token IDs, use generate_tokens"
+                )
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise UsageError(

@@ -74,11 +74,11 @@ def refused(capsys, *words):
         (("--run", "{home}/new_run"), "new_run: has no checkpoints yet; give a run directory"),
         (
             ("--run", "{home}/run", "--step", 99),
-            "--step 99: {home}/run has no such checkpoint; choose from 3",
+            "step 99: {home}/run has no such checkpoint; choose from 3",
         ),
         (
             ("--run", "{home}/run", "--step", 0),
-            "--step 0: {home}/run has no such checkpoint; choose from 3",
+            "step 0: {home}/run has no such checkpoint; choose from 3",
         ),
         (("--run", "{home}/weights"), "--dataset: is required, because imported weights have no"),
         (

@@ -211,10 +211,10 @@ def compare(ours, theirs):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("run={home}/nothing", "--run {home}/nothing: no such folder"),
+        ("run={home}/nothing", "{home}/nothing: no such folder"),
         ("pretrained=gpt2", "pretrained is unknown; give run"),
         ("run={home}/run,dtype=fp8", "dtype=fp8: must be"),
-        ("run={home}/run,step=7", "--step 7: {home}/run has no such checkpoint; choose from 60"),
+        ("run={home}/run,step=7", "step 7: {home}/run has no such checkpoint; choose from 60"),
     ],
 )
 def test_bad_arguments_are_one_sentence(home, given, sentence):

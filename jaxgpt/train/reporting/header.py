@@ -137,8 +137,8 @@ def _batch_line(config: Config, steps: CompiledFunctions) -> str:
     parts = f", in {n} microbatches of {rows / n:g}" if n > 1 else ""
     return (
         f"batch: {count(train.batch_size, 'sequence')} per step in the whole job, {rows} on each "
-        f"device{parts}; {train.batch_size * block_size:,} tokens per step; gradient accumulation {n}. "
-        "train.batch_size is the global batch size; in nanoGPT and wordplay it is per device"
+        f"device{parts}; {train.batch_size * block_size:,} tokens per step; gradient accumulation "
+        f"{n}. train.batch_size is the global batch size; in nanoGPT and wordplay it is per device"
     )
 
 
