@@ -291,11 +291,12 @@ def _open_source(
             )
         if tokens[split].size < least:
             remedy = "add data or reduce model.block_size"
-            if note and opened.find_document is not None and boundary == 0:
+            find = opened.find_document
+            if note and find is not None and find(whole.size - 1).number == 0:
                 remedy = (
-                    "data with a document index is split between documents, and this split falls "
-                    "into the first one; prepare the text as several documents, or with "
-                    "jaxgpt.prepare and without --format megatron, which can split a document"
+                    "Megatron data is split between documents, and this file has only one; prepare "
+                    "the text as several documents, or as a folder with jaxgpt.prepare, which can "
+                    "split a document"
                 )
             elif note:
                 remedy += ", or change data.val_share"
