@@ -313,7 +313,7 @@ def test_what_is_there_is_not_written_over(tmp_path, capsys):
     [
         (["from-hf", "/nowhere", "--out", "{tmp}/x"], "/nowhere: is not a folder"),
         (["to-hf", "--run", "/nowhere", "--out", "x"], "/nowhere: no such folder"),
-        (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "--step 3: "),
+        (["to-hf", "--run", "{tmp}/ours", "--step", 3, "--out", "x"], "step 3: "),
         (["to-hf", "--run", "a", "--dtype", "int8", "--out", "x"], "invalid choice: 'int8'"),
         (["to-nanogpt", "--run", "{tmp}/ours", "--out", "x"], "does not support model.n_kv_head=2"),
         (["from-hf", "{tmp}/a"], "are required: --out"),
