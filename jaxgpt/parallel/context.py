@@ -311,12 +311,14 @@ def _ring_backward(axes, mask, saved, d_out_BTGK):
     def add_gradients(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
         # d_kvs: of this device's own block, and of the block whose gradients arrived last.
         dq_2BTGK, d_kvs = found
-        dk_2BSGK, dv_2BSGK = (jnp.zeros_like(x, lse_2BTG.dtype) for x in keys[:2])
+        d_kv = jnp.zeros_like(keys.k_BSGK, lse_2BTG.dtype, (2, *keys.k_BSGK.shape))
         for mine, theirs in pairs:
-            dq, dk, dv = block_gradients(mask, _pick(queries, mine), _pick(keys, theirs))
-            dq_2BTGK = dq_2BTGK.at[mine].add(dq)
-            dk_2BSGK, dv_2BSGK = dk_2BSGK.at[theirs].add(dk), dv_2BSGK.at[theirs].add(dv)
-        d_kv = jnp.stack([dk_2BSGK, dv_2BSGK])
+            block = _pick(queries, mine), _pick(keys, theirs)
+            dq_BTGK, totals = block_gradients(mask, *block, tuple(d_kv[:, theirs]))
+            dq_2BTGK, d_kv = (
+                dq_2BTGK.at[mine].add(dq_BTGK),
+                d_kv.at[:, theirs].set(jnp.stack(totals)),
+            )
         if step > 1:  # the gradients of a block follow it, one step behind
             *d_kvs, travelling = d_kvs
             d_kv += _send_to_next(travelling, axes)
@@ -447,8 +449,9 @@ def _attend_once_backward(mask, n_before, saved, d_out_BTGK):
     queries, keys, out_BTGK, lse_BTG = saved
     delta_BTG = (d_out_BTGK.astype(lse_BTG.dtype) * out_BTGK).sum(axis=-1)
     queries = Queries(queries.q_BTGK, queries.at, d_out_BTGK, lse_BTG, delta_BTG)
-    gradients = block_gradients(mask, queries, keys, n_before)
-    dq_BTGK, dk_BSGK, dv_BSGK = (d.astype(d_out_BTGK.dtype) for d in gradients)
+    zeros = tuple(jnp.zeros_like(x, lse_BTG.dtype) for x in keys[:2])
+    dq_BTGK, d_kv = block_gradients(mask, queries, keys, zeros, n_before)
+    dq_BTGK, dk_BSGK, dv_BSGK = (d.astype(d_out_BTGK.dtype) for d in (dq_BTGK, *d_kv))
     return Queries(dq_BTGK, None), Keys(dk_BSGK, dv_BSGK, None)
 
 
@@ -490,13 +493,20 @@ def attend_block(
 
 
 def block_gradients(
-    mask: Any, queries: Queries, keys: Keys, n_before: int | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients dq_BTGK, dk_BSGK and dv_BSGK of one block of keys.
+    mask: Any,
+    queries: Queries,
+    keys: Keys,
+    d_kv: tuple[jax.Array, jax.Array],
+    n_before: int | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return dq_BTGK for one block of keys, and `d_kv` plus the gradients of keys and values.
 
     `queries` holds the log-sum-exp and the output over all blocks. This makes the gradients of the
     blocks add up (arXiv 2205.14135, appendix B.2). The results are in float32 (float64 for float64
-    operands). For the arguments, see `attend_block`.
+    operands). For the other arguments, see `attend_block`.
+
+    Args:
+        d_kv: arrays (B, S, G, K) to add the gradients of the keys and of the values to.
     """
     queries_N, firsts_N, size = _split_queries(queries, keys, n_before)
 
@@ -520,9 +530,8 @@ def block_gradients(
 
         return jax.tree.map(add_seen, totals, (dk_BSGK, dv_BSGK)), dq_BTGK
 
-    zeros = tuple(jnp.zeros_like(x, queries.lse_BTG.dtype) for x in keys[:2])
-    (dk_BSGK, dv_BSGK), dq = jax.lax.scan(add, zeros, (queries_N, firsts_N))
-    return _joined(dq), dk_BSGK, dv_BSGK
+    d_kv, dq = jax.lax.scan(add, d_kv, (queries_N, firsts_N))
+    return _joined(dq), d_kv
 
 
 def _scores(mask: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
@@ -556,6 +565,9 @@ def _split_queries(
         The queries, the first key that each block may see, int32 (N,), and the number of keys.
     """
     T, S = queries.q_BTGK.shape[1], keys.k_BSGK.shape[1]
+    # The barrier makes the positions depend on the queries. Otherwise, jax.checkpoint of a layer
+    # would keep the masks of all blocks, because they do not depend on differentiated values.
+    queries = jax.lax.optimization_barrier(queries)
     size = max(n for n in range(1, QUERIES + 1) if T % n == 0)
     size = size if size >= QUERIES / 8 else T
     at = jax.tree.map(lambda x: _parts(x, x.ndim - 1, T // size), queries.at)
