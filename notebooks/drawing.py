@@ -1,4 +1,4 @@
-"""Figures for the lessons: the numbers that each device holds, and the shards of an array."""
+"""Figures for the lessons: the elements that each device holds, and the shards of an array."""
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -71,7 +71,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
 
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread of the total seconds and the median seconds of each phase.
+    """Return the spread of the total time, and the median time of each phase, in seconds.
 
     `starts` contains the startup.json of each start. All numbers come from the slowest process. The
     result has the keys of `spread`, plus `phases` and the first start's `compile_cache`.

@@ -140,7 +140,7 @@ def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpe
 
 
 def _hash(elements: jax.Array, places: jax.Array) -> jax.Array:
-    """Return fmix32 (smhasher, src/MurmurHash3.cpp) of each element's bits plus its position.
+    """Return fmix32(bits + position) for each element (smhasher, src/MurmurHash3.cpp).
 
     At a given position, elements with different bits have different hashes.
     """

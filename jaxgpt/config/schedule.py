@@ -26,7 +26,7 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Parse setting `key`, given as `first last first last ...`, into inclusive pairs of steps.
+    """Parse setting `key`, given as `first last first last ...`, into (first, last) pairs.
 
     Raises `UsageError` unless they are pairs with 1 <= first <= last < 2^31.
     """

@@ -135,7 +135,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return the corpus of sample n (from 0), and how many earlier samples came from it."""
+        """Return the corpus of sample n, counted from 0, and its number of earlier samples."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)

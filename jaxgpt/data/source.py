@@ -1,4 +1,4 @@
-"""An opened source of tokens: its splits, its documents and the contents of its meta.json."""
+"""An open token source: its splits, its documents and the contents of its meta.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jaxgpt.convert.safetensors import read_json
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
 
-# transformers saves a tokenizer's settings in these files, in the folder of the weights. If a
-# setting is in both files, the first file takes precedence.
+# transformers saves a tokenizer's settings in these files, next to the weights. If a setting is in
+# both files, the first file takes precedence.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 

@@ -383,7 +383,7 @@ class Model:
             n_tokens: number of tokens to generate for each prompt.
             sampling: how each token is chosen.
             seeds: a random seed for each prompt.
-            stop: strings that end a text; see `generate`.
+            stop: stop strings; see `generate`.
             at_once: number of tokens to generate between two yields; by default, all of them, or
                 `TOKENS_AT_ONCE` if there are stop strings.
 

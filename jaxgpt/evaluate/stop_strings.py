@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """A text that is being generated."""
+    """A text during its generation."""
 
     text: str  # the prompt and the new text, except for an end that later tokens may change
     is_done: bool

@@ -19,8 +19,8 @@ PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 class LayerCache(NamedTuple):
     """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
 
-    Position n of the text is stored in slot n mod S, so with rotary positions a text may be longer
-    than S. The dims are in the order that attention's matmuls need; any other order would require a
+    Position n is stored in slot n mod S, so with rotary embeddings a text may be longer than S.
+    The dims are in the order that attention's matmuls need; any other order would require a
     copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S), because XLA
     would copy each layer out of a stacked array.
     """
@@ -62,7 +62,7 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 
 
 class CachedAttention:
-    """Attention of one layer to cached and new tokens.
+    """Attention in one layer, over cached and new tokens.
 
     Each call writes the keys and values of the new tokens to `cache`. `layer` is an index into the
     layers of the cache.

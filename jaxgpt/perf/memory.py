@@ -102,7 +102,7 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     """Return a lower bound on the bytes of attention scores per device: T x T bytes per head.
 
     The `xla` kernel stores at least half of the scores, at two or more bytes each. A CPU may
-    process its rows one at a time. The bound is 0 if it is not certain that scores are stored. No
+    process its rows one at a time. The bound is 0 unless scores are known to be stored. No
     size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat

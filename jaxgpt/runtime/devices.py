@@ -14,7 +14,7 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates.
 
-    This is JAX_NUM_CPU_DEVICES if it is set. Otherwise, it is the product of the mesh's sizes
+    This is JAX_NUM_CPU_DEVICES if it is set. Otherwise, it is the product of the axis sizes
     divided by the number of processes. If the mesh contains -1, each process simulates just enough
     devices for the product of the other sizes to divide the total.
 
@@ -93,7 +93,7 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return, before JAX starts, the number of devices that the job should have.
 
-    This is the product of the mesh's sizes. If the mesh contains -1, the number depends on the
+    This is the product of the axis sizes. If the mesh contains -1, the number depends on the
     processes and their hosts instead. On CPUs, this case raises `UsageError` like
     `cpu_devices_per_process`. All processes call this together.
     """

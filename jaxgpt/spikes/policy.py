@@ -169,9 +169,9 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    The run must have a rewind. Raises `OSError` if a checkpoint cannot be removed, and `UsageError`
-    if rewinds.json is damaged, unreadable or cannot be written. The removal is then retried when
-    the run is next started.
+    The run must have been rewound before. Raises `OSError` if a checkpoint cannot be removed, and
+    `UsageError` if rewinds.json is damaged, unreadable or cannot be written. The removal is then
+    retried when the run is next started.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

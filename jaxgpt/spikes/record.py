@@ -44,7 +44,7 @@ def spike_record(
 def worst_rows(
     step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
 ) -> list[dict[str, Any]]:
-    """Return the `WORST_ROWS` rows of a step with the highest losses, highest first.
+    """Return the `WORST_ROWS` rows with the highest losses in a step, highest first.
 
     `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its number
     in the batch (`row`), its `loss`, the name of its `corpus`, the path of its `source`, and the

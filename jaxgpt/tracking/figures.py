@@ -87,7 +87,7 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return lines that explain each number in a run's training lines.
+    """Return the legend of the numbers in a run's training lines, as lines of text.
 
     `corpora` are the names of the run's corpora, if there are several. If `width` is given, the
     result is limited to the numbers that a training line of `width` columns usually has room for.

@@ -32,7 +32,7 @@ class StepsResult(NamedTuple):
     step: int
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
-    corrupted: tuple[int, ...] = ()  # devices whose parameters differ from their replicas
+    corrupted: tuple[int, ...] = ()  # devices whose parameters differ from the other replicas
     failure: str = ""  # why the run cannot continue
 
 
@@ -191,7 +191,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Return the mesh indices of the devices whose parameters differ from their replicas.
+    """Return the mesh indices of devices whose parameters differ from the other replicas.
 
     If train.verify_interval is set, devices are compared at this interval and before every save.
     The result is empty if no comparison is due. All processes call this together.

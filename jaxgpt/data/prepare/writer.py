@@ -17,7 +17,7 @@ from jaxgpt.data.source import ALL_SPLITS, SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer
 
-_LONGEST = 2**31 - 1  # largest length of a document in a Megatron-LM .idx file, in tokens
+_LONGEST = 2**31 - 1  # maximum document length in a Megatron-LM .idx file, in tokens
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
