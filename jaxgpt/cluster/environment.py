@@ -120,10 +120,11 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 def job_name(environ: Mapping[str, str]) -> str:
     """Return a name for this job that can be used in a path.
 
-    Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, on hosts with
-    /proc, only processes on this host share it. A concurrent job may have the same name only if it
-    was started inside the same PBS or Slurm job by a launcher that sets no name of its own, or on a
-    host without /proc.
+    Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, only processes on
+    this host share it. A concurrent job may have the same name if it was started inside the same
+    PBS or Slurm job by a launcher that sets no name of its own; without `JOB_NAMES`, also if it was
+    started from the same terminal by a launcher that starts no sessions, if the leader of its
+    session has exited, or if there is no /proc.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")

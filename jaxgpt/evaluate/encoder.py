@@ -37,7 +37,7 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     settings. If the tokenizer settings contain add_bos_token or add_eos_token, these determine
     whether BOS and EOS are added. Otherwise, tokenizer.json determines the special tokens. For
     other weights, no special tokens are added. Raises `UsageError` if a settings file cannot be
-    read as a JSON object.
+    read as a JSON object, or if the package `tokenizers` is needed but not installed.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)

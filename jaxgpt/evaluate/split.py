@@ -235,7 +235,7 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
 
     Losses are summed in text order, regardless of the batch size and the mesh. `n_bytes` is the
     result of `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file
-    cannot be read.
+    cannot be read or a loss mask is invalid.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

@@ -94,12 +94,13 @@ def _plan_state(config: Config, mesh: MeshShape, device: Device, devices_per_hos
 
 
 def find_fit(plan: Plan) -> Plan | None:
-    """Return the plan of a layout that fits on the same devices, or None if there is none.
+    """Return the plan of a layout that fits on the same devices, or None if none is found.
 
     It differs from `plan` in its mesh and sequence parallelism and, only if necessary, in
-    `parallel.remat`, and then in the number of microbatches and `parallel.reduce_every`. It uses
-    the smallest `tensor` and then the smallest `fsdp` that fit. Progress is printed on stderr. The
-    requirements and errors are the same as for `compile_step`.
+    `parallel.remat`, and then in the number of microbatches and `parallel.reduce_every`. Its mesh
+    has only the axes `data`, `fsdp` and `tensor`, with the smallest `tensor` (within a host) and
+    then the smallest `fsdp` that fit. Progress is printed on stderr. The requirements and errors
+    are the same as for `compile_step`.
     """
     job = plan.device, plan.devices_per_host
     n_devices = plan.mesh.n_devices

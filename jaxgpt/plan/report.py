@@ -85,8 +85,8 @@ def _fit(plan: Plan, fit: Plan | None) -> str:
         return f"it fits with {train_options(fit, plan.config)} ({format_bytes(fit.memory.total)})"
     zero = "" if plan.config.parallel.zero_stage == 3 else " or parallel.zero_stage=3"
     return (
-        f"no mesh of {plan.mesh.n_devices} x {plan.device.name} fits, even with remat=full and one "
-        f"row per device and microbatch; use more devices{zero}"
+        f"no mesh data,fsdp,tensor of {plan.mesh.n_devices} x {plan.device.name} fits, even with "
+        f"remat=full and one row per device and microbatch; use more devices or stages{zero}"
     )
 
 

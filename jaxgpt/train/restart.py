@@ -188,7 +188,8 @@ def load_weights(
     `folder` is a run directory or the output of jaxgpt.convert, and `step` is a checkpoint in it. A
     learned position-embedding table is truncated to its first model.block_size rows. All processes
     call this together. Raises `UsageError` on every process if any process cannot read the weights
-    or their JSON is damaged, and `DamagedCheckpoint` if their arrays are damaged.
+    or their JSON is damaged, `DamagedCheckpoint` if their arrays are damaged, and `RuntimeError` if
+    JAX fails, for example because it runs out of memory.
     """
 
     def read() -> dict[str, Any]:
