@@ -24,7 +24,11 @@ SIZES = (
     "optimizer.warmup_iters=0",
 )
 GPT2 = ("shakespeare_char_cpu", "model.bias=True", "model.dropout=0.1")
-LLAMA = ("llama-tiny", "model.n_head=4", "model.n_kv_head=2", "model.mlp_hidden=64")
+LLAMA = (
+    "llama-tiny", "model.n_head=4", "model.n_kv_head=2", "model.mlp_hidden=64",
+    # At the preset's rate, rounding grows: on 2,1,1, the gradient norm differs by 4e-4 in step 20.
+    "optimizer.learning_rate=1e-4", "optimizer.min_lr=1e-5",
+)  # fmt: skip
 CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
 
 
