@@ -148,6 +148,10 @@ def parse_args(
         model = _initial_model(initial_model, {**values, **given})
         if model and is_preset:  # the weights override its model
             kept = _kept_of_preset(values, model) if "config" in given else set()
+            if "config" in given and any(values[k] != model[k] for k in values if k not in kept):
+                line.notes.append(
+                    f"the weights override the model options of --config {given['config'][0]}"
+                )
             values = {k: v for k, v in values.items() if k in kept or not k.startswith("model.")}
 
     def build(given: Words) -> Config:

@@ -12,6 +12,7 @@ EleutherAI's lm_eval with all its options.
 import argparse
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +79,11 @@ def main(argv: list[str] | None = None) -> None:
             return
         if is_help(argv) and rank_from_env() > 0:
             return  # only rank 0 prints the help
-        arguments, settings = parser().parse_known_args(argv)
+        # Take data settings out first, because --input would take those that follow it as files.
+        settings = [word for word in argv if re.match(r"data\.\w+=", word)]
+        words = [word for word in argv if word not in settings]
+        arguments, others = parser().parse_known_args(words)
+        settings += others
         if arguments.dataset is not None:
             settings.append(f"data.dataset={arguments.dataset}")
         with join_process_group() as cluster:
@@ -119,6 +124,11 @@ def input_folder(
     if arguments.input is None:
         yield settings
         return
+    if arguments.split not in (None, ALL):
+        raise UsageError(
+            f"--split {arguments.split}: cannot be used with --input, whose text is not divided; "
+            "remove one"
+        )
     for word in settings:
         if word.lstrip("-").startswith(SOURCES):
             raise UsageError(f"--input: cannot be combined with {word}; leave one of them out")

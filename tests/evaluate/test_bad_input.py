@@ -98,6 +98,14 @@ def refused(capsys, *words):
             "--input: cannot be combined with data.dataset=byte; leave one of them out",
         ),
         (
+            ("--run", "{home}/run", "--input", "{home}/a.txt", "data.path={home}/byte"),
+            "--input: cannot be combined with data.path={home}/byte; leave one of them out",
+        ),
+        (
+            ("--run", "{home}/run", "--input", "{home}/a.txt", "--split", "val"),
+            "--split val: cannot be used with --input, whose text is not divided; remove one",
+        ),
+        (
             ("--run", "{home}/bare_run", "--input", "{home}/a.txt"),
             "--input: the tokenizer of {home}/bare_run is unknown; set data.tokenizer=FOLDER",
         ),

@@ -191,9 +191,11 @@ def test_the_model_of_a_preset_gives_way_to_the_weights(first_run, tmp_path):
 
     def model(*settings):
         given = ["--config", *map(str, settings), f"train.init_from={first_run}"]
-        return parse_args(given, initial_model=initial_model).model
+        return parse_args(given, initial_model=initial_model, note=notes.append).model
 
+    notes = []
     assert model("gpt2", "model.dropout=0") == weights
+    assert notes == ["the weights override the model options of --config gpt2"]
     assert model("llama-tiny", "model.block_size=32").block_size == 32
     short = tmp_path / "short.yaml"
     short.write_text("model: {n_layer: 4}")
