@@ -32,5 +32,3 @@ RETRY = 10.0
 # Interval between wake-ups of the monitor's thread. If a wake-up is late, the OS did not run the
 # process.
 TICK = 0.04
-# Pause before a tracker's failed call is repeated.
-TRACKER_RETRY = 5.0

@@ -5,17 +5,18 @@ import queue
 import threading
 from typing import Any
 
-from jaxgpt.cluster.timeouts import ANSWER, TRACKER_RETRY
+from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
+PAUSE = ANSWER / 2  # before a failed call is repeated: `close` waits longer
 ATTEMPTS = 20  # attempts to log a record, over 100 s or longer if the calls are slow
 
 
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
-    A call that fails is repeated every `TRACKER_RETRY` seconds, and newer calls wait for it. A
+    A call that fails is repeated every `PAUSE` seconds, and newer calls wait for it. A
     record is dropped after `ATTEMPTS` failures, or if the tracker is `LIMIT` records behind. Each
     method raises the error from the tracker's latest call if that call failed, and `log` raises
     `TimeoutError` if it drops the record.
@@ -84,7 +85,7 @@ class BackgroundTracker:
                     if method == "log":
                         break
                     return  # after a failed `open` or `rewind`, further calls would do harm
-                self._closing.wait(TRACKER_RETRY)
+                self._closing.wait(PAUSE)
 
     def _succeeds(self, method: str, arguments: tuple[Any, ...]) -> bool:
         try:

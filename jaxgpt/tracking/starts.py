@@ -31,9 +31,9 @@ SHAPES: dict[str, Any] = {
 def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
     """Append a line to the starts.jsonl of a run; `kind` is one of `SHAPES`."""
     line = json_line({"kind": kind, "time": time.time(), **facts})
-    with contextlib.suppress(OSError):  # a full disk, which must not end the run
-        with (directory / STARTS).open("a") as file:
-            file.write(line)
+    # A full disk must not end the run.
+    with contextlib.suppress(OSError), (directory / STARTS).open("a") as file:
+        file.write(line)
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

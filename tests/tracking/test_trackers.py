@@ -186,7 +186,7 @@ def wait_until(is_true):
 def test_a_tracker_that_fails_for_a_while_gets_every_record_and_causes_one_warning(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jaxgpt.tracking.background.TRACKER_RETRY", 0.01)
+    monkeypatch.setattr("jaxgpt.tracking.background.PAUSE", 0.01)
     server = Server()
     trackers, said = trackers_with(server, tmp_path, monkeypatch)
     background = trackers._all["train.trackers=hosted"]
@@ -226,7 +226,7 @@ def test_a_record_that_always_fails_is_dropped_but_a_rewind_never_is(monkeypatch
                 raise OSError("no route to host")
             super().rewind(step)
 
-    monkeypatch.setattr("jaxgpt.tracking.background.TRACKER_RETRY", 0.0)
+    monkeypatch.setattr("jaxgpt.tracking.background.PAUSE", 0.0)
     server = Refuses()
     tracker = BackgroundTracker(server)
     tracker.open(None, None)
