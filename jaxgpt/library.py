@@ -28,7 +28,14 @@ from jaxgpt.config import (
 )
 from jaxgpt.data.dataset import open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
-from jaxgpt.evaluate.model import Model, Trained, find_trained, run_folder, without_training
+from jaxgpt.evaluate.model import (
+    Model,
+    Trained,
+    find_trained,
+    is_count,
+    run_folder,
+    without_training,
+)
 from jaxgpt.optim import CHOICES
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.compile_cache import use_compile_cache
@@ -103,7 +110,7 @@ def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
     dataset = open_dataset(config.data, config.model)
     loader = Loader.for_training(dataset, config)
     for step in steps:
-        if not _is_whole(step):
+        if not is_count(step):
             raise UsageError(f"steps: {step} is not a step; steps are counted from 1")
         rows = range(loader.batch_sizes.at(step))
         yield StepBatch(step, loader.read(step, rows), loader.read_weights(step, rows))
@@ -122,7 +129,7 @@ def load_model(
     Args:
         run: a run directory, or the folder of a Hugging Face model, with or without the prefix
             `hf:`.
-        step: the checkpoint to load; None loads the newest.
+        step: the step of the checkpoint to load; None loads the newest.
         mesh: the mesh to run the model on.
         dtype: dtype of the computation, float32 or bfloat16; None uses the run's.
         batch_size: number of rows to compute at once.
@@ -223,7 +230,7 @@ class Trainer:
         Raises `UsageError` if `n_steps` is not a whole number above 0, or if the data cannot be
         read.
         """
-        if not _is_whole(n_steps):
+        if not is_count(n_steps):
             raise UsageError(f"n_steps={n_steps}: must be a whole number, at least 1")
         import jax
 
@@ -365,10 +372,6 @@ class Trainer:
         )  # fmt: skip
         self.loader.batch_sizes = self._run.batch_sizes
         self.step, self._folder = step, directory
-
-
-def _is_whole(number: object) -> bool:
-    return isinstance(number, int | np.integer) and number >= 1
 
 
 def _warn(notes: Iterable[str]) -> None:

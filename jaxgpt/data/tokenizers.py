@@ -428,6 +428,15 @@ def _parse(content: bytes):
     return made
 
 
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarray:
+    """Return the token IDs of a prompt, at least one.
+
+    An empty prompt becomes the end-of-text token, or token 0 if the tokenizer has no such token.
+    Raises `UsageError` if the tokenizer cannot encode the prompt.
+    """
+    return tokenizer.encode(prompt) if prompt else [tokenizer.end_of_text or 0]
+
+
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
     """Return `prompt` followed by the decoded `tokens`, which continue it.
 

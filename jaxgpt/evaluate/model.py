@@ -26,7 +26,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.data.loader import global_array
-from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, tokenizer_from_meta
+from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, prompt_tokens, tokenizer_from_meta
 from jaxgpt.evaluate.stop_strings import Written, text_so_far
 from jaxgpt.runtime.initialize import initialize_jax
 
@@ -238,8 +238,8 @@ class Model:
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 
-        `rows` may be a list of texts, each a list of at most `block_size` token IDs. T is then the
-        padded length of the longest one.
+        `rows` may also be a list of texts, each given as at most `block_size` token IDs. In that
+        case, T is the padded length of the longest text.
 
         Losses are float32 in nats, and tokens are int32 IDs. Both have the shape (T,), where T is
         `rows.length`. Element i is for token i + 1 of the row. Losses after the end of a row are 0.
@@ -402,7 +402,7 @@ class Model:
             )
         if isinstance(stop, str) or "" in stop:
             raise UsageError(f"stop={stop!r}: must be a list of strings that are not empty")
-        tokens = [tokenizer.encode(p) if p else [tokenizer.end_of_text or 0] for p in prompts]
+        tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
         at_once = at_once or (TOKENS_AT_ONCE if stop else n_tokens)
         found: list[list[int]] = [[] for _ in prompts]
         for block_BN in self.stream_tokens(tokens, n_tokens, sampling, seeds, at_once):
@@ -461,8 +461,10 @@ class Model:
         `generate_tokens`.
         """
         sampling.check()
-        if n_tokens < 1 or at_once < 1:
-            raise UsageError(f"n_tokens={n_tokens}, at_once={at_once}: must be at least 1")
+        if not (is_count(n_tokens) and is_count(at_once)):
+            raise UsageError(
+                f"n_tokens={n_tokens}, at_once={at_once}: must be at least 1, and whole numbers"
+            )
         given = [self._check_tokens(tokens[-self.block_size :]) for tokens in prompts]
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
         windows_BP = np.zeros((len(given), self.row_length(int(max(lengths_B)))), np.int32)
@@ -499,6 +501,11 @@ class Model:
                 jit(over_texts(extend, n_texts, (None, 0, 0, None, None, None)), donate_argnums=1),
             )
         return self._generators[key]
+
+
+def is_count(number: object) -> bool:
+    """Return whether a number is whole and at least 1."""
+    return isinstance(number, int | np.integer) and number >= 1
 
 
 def over_texts(

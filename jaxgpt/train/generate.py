@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import Sampling
-from jaxgpt.data.tokenizers import Tokenizer
+from jaxgpt.data.tokenizers import Tokenizer, prompt_tokens
 from jaxgpt.models.decode import PREFILL_CHUNK
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.train.inference import DecodeFn
@@ -178,11 +178,10 @@ def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[n
     """Return the last `block_size` tokens of a prompt, padded, and their number before padding.
 
     The tokens are int32. They are padded to a multiple of `PREFILL_CHUNK`, but at most to
-    `block_size`, so that prompts of similar lengths share a compiled function. An empty prompt
-    becomes the end-of-text token, or token 0 if the tokenizer has no such token. Raises
-    `UsageError` if the vocabulary lacks a character of the prompt.
+    `block_size`, so that prompts of similar lengths share a compiled function. Raises `UsageError`
+    like `prompt_tokens`.
     """
-    tokens = tokenizer.encode(prompt)[-block_size:] if prompt else [tokenizer.end_of_text or 0]
+    tokens = prompt_tokens(tokenizer, prompt)[-block_size:]
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK
     window = np.zeros(min(block_size, padded), np.int32)
     window[: len(tokens)] = tokens
