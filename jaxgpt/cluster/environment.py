@@ -32,7 +32,7 @@ SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that may affect only some processes, each of which prints its message."""
+    """A `UsageError` that only some processes may raise. Each of them prints its message."""
 
 
 @dataclass(frozen=True)

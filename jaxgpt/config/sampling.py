@@ -1,4 +1,4 @@
-"""How the next token of a generated text is chosen."""
+"""Sampling options: how to choose the next token."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Where a generated text ends, and how much of it is final while it is being generated."""
+"""Stop strings: where a generated text ends, and which part of it can no longer change."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

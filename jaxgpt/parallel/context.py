@@ -74,7 +74,7 @@ def choose_implementation(
 
 
 class SequenceSplit(NamedTuple):
-    """How a network on devices that split the sequence computes attention."""
+    """The attention function and the schedule for devices that split the sequence."""
 
     attend: Attention
     wrap_schedule: Callable[[Schedule], Schedule]

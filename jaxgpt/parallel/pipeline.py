@@ -63,7 +63,7 @@ class LayerGroups(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each stage holds an equal number of consecutive layers."""
+        """True if each stage holds consecutive layers, and all stages hold equally many."""
         return self.is_even and self.n_repeats == 1
 
     @property
@@ -328,7 +328,7 @@ class Pipeline:
         return jax.lax.psum(every, self.axes)[:M]
 
     def _exchange(self, stored: jax.Array, dim: int | None) -> jax.Array:
-        """Return the layers that this stage runs, in order, given its part of what is stored.
+        """Return the layers that this stage runs, in order, given the part that it stores.
 
         Each stage stores the layers that it runs if these are consecutive and equally many on all
         stages. Otherwise, all-to-alls exchange them once per step.

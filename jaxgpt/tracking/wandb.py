@@ -83,7 +83,7 @@ class Wandb:
                 self._log(record)
 
     def _keep_id(self, complete: int) -> None:
-        """Save the ID of the W&B run, and the last step up to which no records are missing."""
+        """Save the ID of the W&B run, and the step up to which it has all records."""
         self._id_file.write_text(f"{self._wandb_run.id} {complete}\n")
 
     def log(self, record: Record) -> None:

@@ -72,7 +72,7 @@ class ShardedModel(NamedTuple):
         )
 
     def with_whole_layers(self) -> "ShardedModel":
-        """Return the model with layouts in which every stage holds all layers."""
+        """Return the model with every layer stored on every stage."""
 
         def kept(over: Any) -> tuple[str, ...] | None:
             return tuple(a for a in jax.tree.leaves(over) if a not in self.layer_axes) or None
