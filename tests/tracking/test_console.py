@@ -80,10 +80,12 @@ def test_long_lines_are_broken_at_spaces(width):
     assert wrap(text, None) == text
 
 
+# One write per process, so that the lines of two processes do not mix.
 SHOWS_WIDTH = """
+import os
 from pathlib import Path
 from jaxgpt.tracking.console import Console
-print("width", Console(Path("/dev/null"), prints=True).width, flush=True)
+os.write(1, f"width {Console(Path('/dev/null'), prints=True).width}\\n".encode())
 """
 
 
