@@ -1,4 +1,4 @@
-"""The `Batch`: the token IDs of a step, and everything derived from them on the devices."""
+"""The `Batch`: a step's token IDs, and the arrays derived from them on the devices."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class TokenRows(NamedTuple):
 
 
 def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> Batch:
-    """Return the batch for rows of token IDs.
+    """Make a batch from rows of token IDs.
 
     Args:
         rows: int32 (B, T+1), or `TokenRows` with a weight for each target. Without weights, every
@@ -47,7 +47,7 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
 
 
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
-    """Return a batch for computing logits; its targets and weights are 0.
+    """Make a batch for computing logits. Its targets and weights are 0.
 
     A new segment begins after each end-of-text token, and positions restart at 0.
 
@@ -74,9 +74,9 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 
 
 def total_weight(batch: Batch) -> jax.Array:
-    """Return the divisor of the loss, max(sum of the weights, 1): float32 scalar.
+    """Return the loss divisor, max(sum of the weights, 1), as a float32 scalar.
 
-    A batch without targets therefore has a loss of 0.
+    The maximum makes the loss of a batch without targets 0.
     """
     return jnp.maximum(batch.weights.sum(), 1.0)
 

@@ -19,7 +19,7 @@ class BatchSizes:
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:
-        """Return the batch size of a step. `step` must not precede the first of `changes`."""
+        """Return the batch size of a step, which must not precede the first of `changes`."""
         return next(size for first, size in reversed(self.changes) if first <= step)
 
     def consumed(self, step: int) -> int:
@@ -31,7 +31,7 @@ class BatchSizes:
         )
 
     def step_of(self, sequence: int) -> int:
-        """Return the step that consumes a sequence. Sequences are numbered from 0."""
+        """Return the step that consumes a sequence."""
         first, size = next(
             change for change in reversed(self.changes) if self.consumed(change[0] - 1) <= sequence
         )

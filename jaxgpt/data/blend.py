@@ -14,8 +14,8 @@ from pathlib import Path
 from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
-MIN_BLOCK = 4096  # approximate minimum number of samples between two boundaries
-MIN_SHARE = Fraction(1, 10**6)  # a block then has 2^21 samples and takes seconds to compute
+MIN_BLOCK = 4096  # approximate minimum number of samples in a block
+MIN_SHARE = Fraction(1, 10**6)  # such a block has 2^21 samples and takes seconds to compute
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BlendEntry:
     weight_text: str  # as given by the user
     path: Path
     corpus: str  # default: the last part of the path, or the full path if that is ambiguous
-    key: str  # the setting that names the source, for error messages
+    key: str  # the setting that selects the source, for error messages
 
     @property
     def directory(self) -> Path:
@@ -35,7 +35,7 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of a data.file_list, without blank lines and lines that start with #.
+    """Return the lines of a data.file_list, except blank lines and comments (#).
 
     Raises:
         UsageError: if the file cannot be read or lists no sources.
@@ -108,17 +108,16 @@ def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], .
 
 
 class WeightedInterleave:
-    """Maps sample n to (corpus, number of the sample within that corpus).
+    """Mapping from sample n to (corpus, number of the sample within that corpus).
 
     After any n samples, the number of samples from corpus i is within 1 of n * w_i, where w_i is
-    its share. Sequences with this property solve the chairman assignment problem (R. Tijdeman, "The
-    chairman assignment problem", Discrete Math. 32, 1980), but are usually built one sample at a
-    time. Here, the sequence is divided into blocks, so that finding sample n does not require all
-    earlier samples. At a block boundary, `_counts_at` computes the counts directly and chooses them
-    so that the blocks on both sides can satisfy the bound. Inside a block, the bound gives each
-    sample a range of positions, and samples are scheduled earliest deadline first. A block is long
-    enough to contain a sample of every corpus. Otherwise, rounding could make a count smaller at
-    the end of a block than at its start.
+    its share. This is the chairman assignment problem (R. Tijdeman, Discrete Math. 32, 1980). Its
+    solutions are usually built one sample at a time. Here, the sequence is divided into blocks, so
+    that looking up sample n does not require all earlier samples. At each block boundary,
+    `_counts_at` computes counts directly such that the blocks on both sides can satisfy the bound.
+    Inside a block, the bound gives each sample a range of positions, and samples are scheduled
+    earliest deadline first. A block is long enough to contain a sample from every corpus.
+    Otherwise, rounding could make a count decrease within a block.
 
     All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
     (Grain's mix is also O(1), but deviates by up to 1.3 for five corpora and 4.4 for twenty.)
@@ -135,7 +134,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return the corpus of sample n, counted from 0, and its number of earlier samples."""
+        """Return the corpus of sample n (from 0), and how many earlier samples that corpus has."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -155,9 +154,9 @@ class WeightedInterleave:
         return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """Build a block: (first sample, counts before it, corpus and number of each sample).
+        """Build a block: (first sample, counts before it, corpora and numbers of its samples).
 
-        A sample's number is its index among the samples of its corpus in the block, from 0.
+        A sample's number is its index within the block among the samples from the same corpus.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
@@ -201,11 +200,11 @@ class WeightedInterleave:
         """Return the counts after n samples, or None if n cannot be a boundary.
 
         The counts are n w_i, rounded up for the largest remainders and down for the others. Let
-        d_i = n w_i - count_i. If floor(d_i + h w_i) is positive, the next h samples must include
-        at least that many from corpus i. These corpora form the set A = {i: b_i <= h}, where
-        b_i = (1 - d_i) / w_i is the deadline of corpus i. For every h, there is room for their
-        samples if the sums over A satisfy d(A) - 1 < (1 - w(A)) b, where b is the last deadline in
-        A. The samples before n must satisfy the same condition in reverse order, with -d_i.
+        d_i = n w_i - count_i. The next h samples must include at least floor(d_i + h w_i) from
+        corpus i. This number is positive for the corpora A = {i: b_i <= h}, where b_i = (1 - d_i) /
+        w_i is the deadline of corpus i. Their samples fit, for every h, if the sums over A satisfy
+        d(A) - 1 < (1 - w(A)) b, where b is the last deadline in A. The samples before n must
+        satisfy the same condition in reverse order, with -d_i.
         """
         weights, total = self._weights, self._sum
         counts = [n * weight // total for weight in weights]
@@ -229,7 +228,7 @@ class WeightedInterleave:
 
 
 class Blend:
-    """Maps sample n to (corpus, source, number of the sample within that source).
+    """Mapping from sample n to (corpus, source, number of the sample within that source).
 
     The corpora are interleaved by weight, and so are the sources within each corpus.
     """
@@ -237,8 +236,8 @@ class Blend:
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
         """Initialise from the weight of each source and the index of its corpus.
 
-        Every index from 0 to the largest must occur. Weights must be positive. Each source must
-        have at least MIN_SHARE of its corpus's weight, and each corpus of the total.
+        Every index from 0 to the largest must occur. Each source needs at least MIN_SHARE of its
+        corpus's weight, and each corpus at least MIN_SHARE of the total weight.
         """
         self._members = [
             [source for source, c in enumerate(corpora) if c == corpus]

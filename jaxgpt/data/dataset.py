@@ -46,7 +46,7 @@ class Dataset:
 
     @property
     def has_masks(self) -> bool:
-        """True if any source has a loss mask. In sources without a mask, all tokens count."""
+        """True if any source has a loss mask."""
         splits = (tokens for source in self.sources for tokens in source.tokens.values())
         return any(tokens.mask is not None for tokens in splits)
 
@@ -65,10 +65,9 @@ class Dataset:
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """[path, hash] of each source; see `token_file.fingerprint`.
+        """The [path, hash] of each source; see `token_file.fingerprint`.
 
-        Reads a sample of the pages. Raises `UsageError` if a file cannot be read or a mask is
-        invalid.
+        Raises `UsageError` if a file cannot be read or a mask is invalid.
         """
         pages, out = self._pages_of_each, []
         for source in self.sources:
@@ -114,20 +113,20 @@ class Dataset:
     def verify(self) -> None:
         """Check a sample of the pages of each source.
 
-        The sample of each split has at most 64 MiB, divided evenly among the sources, or 16 pages
-        per source if that is more.
+        The sample has at most 64 MiB per split, divided evenly among the sources, but at least 16
+        pages per source.
 
         Raises:
             UsageError: if a file cannot be read, if a token is outside the vocabulary, if a loss
-                mask holds a byte other than 0 or 1, or if there is a single source and it does not
-                match the fingerprint in its meta.json.
+                mask holds a byte other than 0 or 1, or if the only source does not match the
+                fingerprint in its meta.json.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
                 for start, page in tokens.sampled_pages(self._pages_of_each):
                     tokens.check_vocab_range(page, start, self.vocab_size)
             written = source.meta.get("fingerprint", found)
-            # A blend hashes fewer pages of each source than the fingerprint in meta.json covers.
+            # For a blend, `found` covers fewer pages than the fingerprint in meta.json.
             if written != found and self._pages_of_each == SAMPLED_PAGES:
                 raise UsageError(
                     f"{path}: the token files do not match the fingerprint in meta.json; "
@@ -138,7 +137,7 @@ class Dataset:
 def dataset_directory(data: DataConfig) -> Path:
     """Return data.path, or else the folder of data.dataset, even if it does not exist.
 
-    The latter is in $JAXGPT_DATA, by default ~/.cache/jaxgpt.
+    Datasets are in $JAXGPT_DATA, by default ~/.cache/jaxgpt.
     """
     if data.path is not None:
         return Path(data.path)
@@ -167,8 +166,8 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     """Return `config` with model.vocab_size and, for data.document_mask, data.end_of_text set.
 
-    Without an opened dataset, for example when planning or timing a step, the vocabulary size comes
-    from `vocabulary_size`, and the end-of-text token defaults to 0.
+    If `dataset` is None, the vocabulary size comes from `vocabulary_size`, and the end-of-text
+    token defaults to 0.
 
     Raises:
         UsageError: if the end-of-text token of the dataset is unknown or outside the vocabulary, or
@@ -195,7 +194,7 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     """Return the vocabulary size of a configuration. A built-in dataset need not exist yet.
 
-    If model.vocab_size is set, it is returned, and no file is read.
+    If model.vocab_size is set, no file is read.
 
     Raises:
         UsageError: if the size is unknown, if data.file_list or a blend is invalid, if the data or
@@ -217,8 +216,8 @@ def open_dataset(
     """Open the token files of a configuration, without reading any tokens.
 
     If a source has no validation split, the end of its training split is used for validation. If
-    `splits` is None, no source is divided in this way, and each keeps all splits found in its
-    files. This raises the process's limit on open files if necessary.
+    `splits` is None, each source keeps the splits found in its files. Raises the process's limit on
+    open files if necessary.
 
     Raises:
         UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
@@ -281,7 +280,7 @@ def _open_source(
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
         divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         tokens = tokens | divided
-        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # hash of the whole split
+        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # it hashes the whole split
         note = f" with data.val_share={data.val_share}"
     for split in splits or tokens:
         if split not in tokens:
@@ -309,7 +308,7 @@ def _open_source(
 
 
 def _format_of(entry: BlendEntry) -> str | None:
-    """Return the name of a source's format, or None if it is unknown."""
+    """Return the name of a source's format, or None if no format recognises it."""
     try:
         return next((name for name, f in FORMATS.items() if f.recognise(entry.path)), None)
     except OSError as error:
@@ -317,7 +316,7 @@ def _format_of(entry: BlendEntry) -> str | None:
 
 
 def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
-    """Open a source; return the name of its format, and its files."""
+    """Open a source. Return the name of its format, and its contents."""
     name = _format_of(entry)
     if name is None and entry.path.is_file():
         raise UsageError(

@@ -1,6 +1,6 @@
-"""The batch of a step: a pure function of (data, seed, batch sizes, step), with O(1) seek.
+"""A step's batch: a pure function of (data, seed, batch sizes, step), with O(1) seek.
 
-JAX is imported only when a global array is made, so `jaxgpt.inspect` can read rows without it.
+JAX is imported only to make global arrays, so `jaxgpt.inspect` can read rows without it.
 """
 
 import itertools
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class RowLocation(NamedTuple):
     """Location of a row in the data.
 
-    `corpus` and `source` are indices into the `corpora` and `sources` of the `Dataset`.
+    `corpus` and `source` are indices into `Dataset.corpora` and `Dataset.sources`.
     """
 
     corpus: int
     source: int
-    offset: int  # offset of the row's first token in the source's split
+    offset: int  # offset of the row's first token in the split
 
 
 class Loader:
@@ -98,7 +98,7 @@ class Loader:
     ) -> "Loader":
         """Return a loader for microbatches of a split, in a different order from training.
 
-        Each step of this loader is one microbatch. Steps are counted from 1.
+        Each step of this loader is one microbatch, and the first step is 1.
         """
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
@@ -116,7 +116,7 @@ class Loader:
         return RowLocation(corpus, source, self._samplers[source].offset(number))
 
     def corpora(self, step: int) -> np.ndarray:
-        """Return the corpus of each row of a step, as an index into `names`: int, shape (B,)."""
+        """Return the index in `names` of the corpus of each row of a step: int, shape (B,)."""
         first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
@@ -130,7 +130,7 @@ class Loader:
         return any(first <= step <= last for first, last in self._random_steps)
 
     def read(self, step: int, rows: range) -> np.ndarray:
-        """Return the given rows of a step's batch: int32, shape (rows, T+1).
+        """Return rows of a step's batch: int32, shape (rows, T+1).
 
         Raises:
             UsageError: if a file cannot be read or a token is outside the vocabulary.
@@ -179,7 +179,7 @@ class Loader:
         return TokenRows(tokens, weights)
 
     def batches(self, steps: Iterable[int]) -> Generator["jax.Array | TokenRows", None, None]:
-        """Yield the batches of `steps`. A thread reads two batches ahead.
+        """Yield the batches of `steps`. A thread prefetches two batches.
 
         Raises `UsageError` like `batch`. Close the iterator to stop the thread early.
         """
@@ -198,10 +198,10 @@ class Loader:
 def global_array(
     shape: tuple[int, ...], sharding: "NamedSharding", read: Callable[[range], np.ndarray]
 ) -> "jax.Array":
-    """Return a global array with this shape and sharding; only the row axis may be sharded.
+    """Make a global array. Only its row axis may be sharded.
 
-    `read` returns the values of a range of rows: (rows, ...). Each process reads only the rows of
-    its own devices. Also raises whatever `read` raises.
+    `read` returns the values for a range of rows: (rows, ...). Each process reads only the rows on
+    its devices. Raises whatever `read` raises.
     """
     import jax
 

@@ -1,16 +1,16 @@
 """Megatron-LM's indexed datasets, PREFIX.bin and PREFIX.idx, read without torch.
 
-PREFIX.bin holds all tokens, one sequence after another. PREFIX.idx is little-endian and holds
+PREFIX.bin holds all tokens, one sequence after another. PREFIX.idx is little-endian and contains
 
     9 bytes "MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code of the tokens,
     uint64 number of sequences S, uint64 number of documents + 1,
     int32[S] number of tokens in each sequence, int64[S] byte offset of each sequence,
     int64[documents + 1] first sequence of each document, followed by S,
-    int8[S] mode of each sequence, only in multimodal data: 0 for text
+    int8[S] mode of each sequence, only in multimodal data (0: text)
 
 The format is defined in Megatron-LM's megatron/core/datasets/indexed_dataset.py and in
 Megatron-DeepSpeed's megatron/data/indexed_dataset.py ("mmap"). The arrays are not aligned in the
-file, and NumPy operations copy an unaligned array as a whole, so elements are read one by one.
+file, and NumPy operations copy unaligned arrays whole, so elements are read one by one.
 """
 
 import bisect
@@ -27,12 +27,12 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_SAMPLES = 64  # maximum number of sequences, and of documents, that `read_index` checks
+_SAMPLES = 64  # maximum number of sequences and of documents to check
 
 
 @dataclass(frozen=True)
 class Index:
-    """Contents of a .idx file, which describes a .bin file. Its arrays are memory maps."""
+    """Contents of a .idx file, which describes a .bin file. The arrays are memory-mapped."""
 
     bin_path: Path
     dtype: np.dtype  # dtype of the tokens, little-endian
@@ -46,7 +46,7 @@ class Index:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1])
 
     def document_start(self, document: int) -> int:
-        """Return the offset in tokens of a document's first token, in O(1).
+        """Return the token offset of a document's start, in O(1).
 
         If `document` equals the number of documents, return `total_tokens`.
         """
@@ -70,8 +70,8 @@ class Index:
 def is_pair(path: Path) -> bool:
     """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx, and PREFIX.idx exists.
 
-    PREFIX is also recognised if only PREFIX.bin exists, so that an error can name the missing .idx.
-    A folder is not recognised. Raises `OSError` if a path cannot be accessed.
+    PREFIX is also accepted if only PREFIX.bin exists, so that an error can name the missing .idx.
+    Folders are not accepted. Raises `OSError` if a path cannot be accessed.
     """
     prefix = prefix_of(path)
     lacks_idx = path == prefix and Path(f"{prefix}.bin").is_file()
@@ -168,7 +168,7 @@ def _check(ok: object, path: Path, byte: int, found: object, expected: object) -
 
 
 def _end_of(index: Index, sequence: int) -> int:
-    """Return the byte offset in the .bin file at which a sequence ends."""
+    """Return the byte offset of a sequence's end in the .bin file."""
     return int(index.pointers[sequence]) + int(index.lengths[sequence]) * index.dtype.itemsize
 
 

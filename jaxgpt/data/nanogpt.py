@@ -1,7 +1,7 @@
 """nanoGPT's files: flat arrays of token IDs, uint16 or uint32, little-endian.
 
 A folder has train.bin, val.bin or test.bin and, if jaxgpt wrote it, meta.json. A single .bin file
-has no separate validation file. FILE.mask.bin next to FILE.bin is its loss mask, one byte per
+has no separate validation data. The loss mask of FILE.bin is FILE.mask.bin, with one byte per
 token: 1 if the token counts as a target, 0 if not.
 """
 
@@ -16,7 +16,7 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder with the token file of at least one split.
+    """Return whether `path` is a folder that contains the token file of at least one split.
 
     Raises `OSError` if the folder cannot be accessed.
     """
@@ -26,9 +26,9 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path) -> OpenSource:
     """Open the files of all splits, with their loss masks.
 
-    The dtype is read from meta.json; without one, it is uint16. Raises `UsageError` if a split in
-    meta.json has no file, if a file is damaged, or if a mask is not listed in meta.json, and
-    `OSError` if a file cannot be read.
+    The dtype is in meta.json; the default is uint16. Raises `UsageError` if a split in meta.json
+    has no file, if a file is damaged, or if a mask is not listed in meta.json, and `OSError` if a
+    file cannot be read.
     """
     meta = read_meta(path)
     files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
@@ -48,13 +48,13 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
-    The dtype is read from a meta.json in the same folder; without one, it is uint16. Raises
-    `UsageError` if a file is missing or damaged, or if the mask is not listed in meta.json, and
-    `OSError` if a file cannot be read.
+    The dtype is in the folder's meta.json; the default is uint16. Raises `UsageError` if a file is
+    missing or damaged, or if the mask is not listed in meta.json, and `OSError` if a file cannot be
+    read.
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)
-    meta.pop("fingerprint", None)  # hash of all splits
+    meta.pop("fingerprint", None)  # it hashes all splits
     return OpenSource({"train": tokens}, meta=meta)
 
 
@@ -78,7 +78,7 @@ def _open(path: Path, meta: dict[str, Any]) -> Tokens:
 
 
 def _open_mask(path: Path, n_tokens: int, meta: dict[str, Any]) -> TokenFile | None:
-    """Open a token file's loss mask if meta.json lists it or, without meta.json, if it exists."""
+    """Open a token file's loss mask, or return None if it has none."""
     mask = mask_path(path)
     if not (path.stem in meta.get("targets", {}) if meta else mask.is_file()):
         if mask.is_file():

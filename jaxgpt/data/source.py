@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError, read_json
 from jaxgpt.data.token_file import Tokens
 
-SPLITS = ("train", "val")  # the splits that a run needs
+SPLITS = ("train", "val")  # the splits needed for training
 ALL_SPLITS = (*SPLITS, "test")
 PARTS = ".parts"  # subfolder of a dataset that is still being prepared
 SHAPE = {  # the expected structure of meta.json, for `read_json`
@@ -31,22 +31,21 @@ FindDocument = Callable[[int], Document]
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source of tokens, as opened by a `Format`."""
+    """A token source opened by a `Format`."""
 
-    # The tokens of each split in `ALL_SPLITS` that the source has. If it has "train" but not "val",
-    # a run uses the end of "train" for validation.
+    # Tokens of each split. If there is "train" but no "val", a run validates on the end of "train".
     tokens: dict[str, Tokens]
     find_document: FindDocument | None = None  # None without a document index
     meta: dict[str, Any] = field(default_factory=dict)  # contents of meta.json
 
 
 class Format(NamedTuple):
-    """A storage format for tokens. Both functions take a path, as in data.path.
+    """A storage format for tokens. Both functions take a path like data.path.
 
     They raise `OSError` if a file or folder cannot be read.
     """
 
-    recognise: Callable[[Path], bool]  # whether a path has this format, even if files are missing
+    recognise: Callable[[Path], bool]  # True if a path has this format, even if files are missing
     open: Callable[[Path], OpenSource]
     """Opens a path that `recognise` accepts, without reading tokens. Raises `UsageError` if files
     are missing or damaged."""

@@ -1,8 +1,8 @@
 """Token IDs on disk, read on demand.
 
-Files are read with `pread` and not through a memory map, so that a process's memory does not grow
-with the amount of data read. If a file has been truncated, the error names it, whereas a memory map
-would kill the process with SIGBUS.
+Files are read with `pread` instead of a memory map, so that a process's memory use does not grow as
+it reads. If a file is truncated, the error names it, whereas a memory map would kill the process
+with SIGBUS.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-# Number of pages to hash and check in each split (64 MiB), divided among the sources.
+# Number of pages to hash and check per split (64 MiB), divided among the sources.
 SAMPLED_PAGES = 4096
 OTHER_FILES = 512  # number of other open files to allow for
 
@@ -39,7 +39,7 @@ def allow_open_files(count: int) -> None:
 
 
 class TokenFile:
-    """A file that holds an array of token IDs. It is opened on first read and stays open."""
+    """A file with an array of token IDs. It is opened on first read and stays open."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
         """Describe a file of `size` little-endian tokens after a header of `header` bytes."""
@@ -102,7 +102,7 @@ class Tokens:
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return a view of tokens `first` to `end` - 1, which shares this open file."""
+        """Return a view of tokens `first` to `end` - 1 that shares this open file."""
         return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -117,8 +117,7 @@ class Tokens:
     def read_weights(self, start: int, count: int) -> np.ndarray:
         """Return the loss weights (0 or 1) of `count` tokens, starting at token `start`.
 
-        A weight applies to the token as a target. The result is uint8, of shape (count,). Without a
-        mask, all weights are 1.
+        A weight applies to the token as a target. The result is uint8, of shape (count,).
 
         Raises:
             UsageError: if the mask cannot be read, is too short, or holds a byte other than 0 or 1.
@@ -139,7 +138,6 @@ class Tokens:
         """Raise `UsageError` if any of `tokens` is outside the vocabulary.
 
         `tokens` must not be empty. `start` is the offset of `tokens[0]` in this part of the file.
-        The message gives the offset of the invalid token in the file.
         """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
@@ -153,10 +151,10 @@ class Tokens:
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
 
-        A page has `PAGE` bytes; the last one may be shorter. The offset counts tokens from the
-        start of this part of the file. The IDs have the file's dtype and shape (n,). The first page
-        is included, and so is the last if `most` > 1. Raises `UsageError` if the file cannot be
-        read or is too short.
+        A page has `PAGE` bytes; the last one may be shorter. Offsets count tokens from the start of
+        this part of the file. The IDs have the file's dtype and shape (n,). The first page is
+        included, and so is the last if `most` > 1. Raises `UsageError` if the file cannot be read
+        or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -169,8 +167,8 @@ def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPL
     """Return a hash of the vocabulary size, and of each split's size, dtype and sampled pages.
 
     It has the form "sha256:DIGEST". At most `most` pages of each split are hashed, together with
-    the loss mask of their tokens. Raises `UsageError` if a file cannot be read or a mask holds a
-    byte other than 0 or 1.
+    their loss masks. Raises `UsageError` if a file cannot be read or a mask holds a byte other than
+    0 or 1.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

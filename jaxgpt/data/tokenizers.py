@@ -1,4 +1,4 @@
-"""Tokenizers, which convert text to token IDs and back, and their description in meta.json."""
+"""Tokenizers, and their descriptions in meta.json."""
 
 import functools
 import hashlib
@@ -16,16 +16,16 @@ from jaxgpt.data.source import read_meta
 FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 END_OF_TEXT = "<|endoftext|>"
-# Names to try, in this order, if no file names the end-of-text token. They are used by GPT-2 and
-# GPT-NeoX, Llama 3, Llama 2 and Gemma, respectively.
+# End-of-text names to try, in this order, if no file defines one. They are from GPT-2 (and
+# GPT-NeoX), Llama 3, Llama 2 and Gemma.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SHAPES = {  # the structure of the result of `to_meta`, for each type of tokenizer
     "char": {"characters": str},
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
-_CONTEXT = 128  # characters to encode on each side of a split point, to verify it
-# Tokenizers split this text in different ways; `same_tokens` uses it to compare two of them.
+_CONTEXT = 128  # number of characters to encode on each side of a split point to verify it
+# `same_tokens` compares tokenizers on this text, because most of them split it differently.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
 # following space or newline, and their patterns have no lookbehind.
@@ -33,7 +33,7 @@ _SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
 
 
 class Tokenizer:
-    """Base class of all tokenizers. Subclasses define the methods that are not implemented here."""
+    """Base class of all tokenizers."""
 
     vocab_size: int
     end_of_text: int | None = None  # ID of the token between documents, if there is one
@@ -41,20 +41,19 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
-        Names of special tokens are encoded as plain text. Raises `UsageError` if `text` contains a
-        surrogate, or a character that a character vocabulary lacks. A `FileTokenizer` may instead
-        map unknown characters to an unknown token, or drop them.
+        Names of special tokens are encoded as plain text. A `FileTokenizer` may drop unknown
+        characters or map them to an unknown token. Raises `UsageError` if `text` contains a
+        surrogate, or a character that a character vocabulary lacks.
         """
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
-        """Return the token IDs of each text: int64, shape (tokens,).
+        """Return the token IDs of each string: int64, shape (tokens,).
 
-        Tokenizers with special tokens encode in parallel. With `parse_special`, they encode the
-        name of a special token as that token, and otherwise as plain text. Other tokenizers ignore
-        `parse_special`. Raises `UsageError` if a character vocabulary lacks a character, or if
-        `parse_special` is set and the tokenizer is a `SentencePieceTokenizer`. Texts must not
-        contain surrogates.
+        A `FileTokenizer` encodes the strings in parallel. With `parse_special`, it encodes the name
+        of a special token as that token. Other tokenizers ignore `parse_special`. The strings must
+        not contain surrogates. Raises `UsageError` if a character vocabulary lacks a character, or
+        if `parse_special` is set and the tokenizer is a `SentencePieceTokenizer`.
         """
         return [self.encode(text) for text in texts]
 
@@ -68,15 +67,15 @@ class Tokenizer:
     def count_bytes(self, tokens: np.ndarray) -> int:
         """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens.
 
-        `tokens` are IDs in the vocabulary, of shape (tokens,). With a `FileTokenizer`, an
-        incomplete character counts as U+FFFD, which has 3 bytes.
+        `tokens` has shape (tokens,), and all IDs must be in the vocabulary. With a `FileTokenizer`,
+        an incomplete character counts as U+FFFD, which has 3 bytes.
         """
         raise NotImplementedError
 
     def split_point(self, text: str) -> int:
         """Return a position near the end of `text` where splitting does not change the tokens.
 
-        The result is 0 if no such position is found.
+        Returns 0 if no such position is found.
         """
         return len(text)
 
@@ -122,7 +121,7 @@ class CharTokenizer(Tokenizer):
 
 
 def _not_unicode(text: str) -> UsageError:
-    """Return the error for a text with a surrogate, which UTF-8 cannot represent."""
+    """Return the error for text with a surrogate, which UTF-8 cannot represent."""
     at = next(i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff")
     return UsageError(
         f"character {text[at]!r} (position {at}): is not valid Unicode text; give the text as UTF-8"
@@ -130,7 +129,7 @@ def _not_unicode(text: str) -> UsageError:
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokenizer with one token per byte of UTF-8. Byte 0 is the token between documents."""
+    """Tokenizer with one token per UTF-8 byte. Byte 0 is the token between documents."""
 
     vocab_size = 256
     end_of_text = 0
@@ -153,7 +152,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """Tokenizer from a file, which a package parses on first use.
+    """Tokenizer loaded from a file by a third-party package.
 
     Methods that need the package raise `UsageError` if it is not installed.
     """
@@ -188,7 +187,7 @@ class FileTokenizer(Tokenizer):
 
 
 class HFTokenizer(FileTokenizer):
-    """Tokenizer from a tokenizer.json, with the `tokenizers` package."""
+    """Tokenizer loaded from a tokenizer.json by the `tokenizers` package."""
 
     kind, file = "huggingface", FILE
 
@@ -200,7 +199,7 @@ class HFTokenizer(FileTokenizer):
         return np.array(ids, np.int64)
 
     def tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the token IDs that the post-processor adds before and after a text."""
+        """Return the token IDs that the post-processor adds before and after the text."""
         marks = _parse(self._content).encode("a", add_special_tokens=True)
         kept = [i for i, is_added in enumerate(marks.special_tokens_mask) if not is_added]
         start, stop = (kept[0], kept[-1] + 1) if kept else (len(marks.ids), len(marks.ids))
@@ -232,13 +231,13 @@ class HFTokenizer(FileTokenizer):
             return 0
         at = places[-1]
         before, after = text[max(0, at - _CONTEXT) : at], text[at : at + _CONTEXT]
-        # A tokenizer that adds a prefix to each text produces different tokens here.
+        # A tokenizer that adds a prefix produces different tokens here.
         parts = np.concatenate([self.encode(before), self.encode(after)])
         return at if np.array_equal(parts, self.encode(before + after)) else 0
 
 
 class SentencePieceTokenizer(FileTokenizer):
-    """Tokenizer from a SentencePiece tokenizer.model, with the `sentencepiece` package."""
+    """Tokenizer loaded from a tokenizer.model by the `sentencepiece` package."""
 
     kind, file = "sentencepiece", SENTENCEPIECE
 
@@ -264,14 +263,14 @@ class SentencePieceTokenizer(FileTokenizer):
         return _load_model(self._content).decode([int(t) for t in tokens if t < self.vocab_size])
 
     def split_point(self, text: str) -> int:
-        return 0  # a model may add a space before each text, and a piece may span any position
+        return 0  # a model may add a space prefix, and a piece may span any position
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers produce the same tokens, even if their files differ.
 
-    If two tokenizer.json files differ, their vocabularies and their tokenizations of a test text
-    are compared. This raises `UsageError` if the `tokenizers` package is not installed.
+    If two tokenizer.json files differ, their vocabularies and their tokens for a test string are
+    compared. Raises `UsageError` if the `tokenizers` package is needed but not installed.
     """
     if one.to_meta() == other.to_meta():
         return True
@@ -282,10 +281,11 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
-    """Return the tokenizer that `to_meta` described and `save` wrote to `directory`.
+    """Return the tokenizer described by `to_meta` and written to `directory` by `save`.
 
     Raises:
-        UsageError: if the description is invalid, or its file is missing, unreadable or changed.
+        UsageError: if the description is invalid, or the tokenizer's file is missing, unreadable or
+            modified.
     """
     kind = meta.get("type")
     try:
@@ -326,14 +326,14 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         path: `byte`; the folder of a prepared dataset; a tokenizer.json, a SentencePiece .model or
             a folder that contains one; or a folder with GPT-2's encoder.json and vocab.bpe (or
             vocab.json and merges.txt).
-        end_of_text: the name of the token between documents. The default is the `eos_token` in a
-            tokenizer_config.json in the same folder, or else a common name for this token. If the
-            vocabulary lacks all of these, the result has no end-of-text token. A prepared dataset
-            or a SentencePiece model defines the default itself. Ignored for `byte`.
+        end_of_text: the name of the token between documents. By default, a prepared dataset or a
+            SentencePiece model defines this token. Otherwise, it is the `eos_token` in a
+            tokenizer_config.json in the same folder, or a common name for this token that is in the
+            vocabulary, or None. Ignored for `byte`.
 
     Raises:
-        UsageError: if the tokenizer at `path` is missing or invalid, if it lacks the given
-            `end_of_text`, or if a package is needed but not installed.
+        UsageError: if the tokenizer is missing or invalid, if it lacks the given `end_of_text`, or
+            if a required package is not installed.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -383,7 +383,7 @@ def _from_sentencepiece(path: Path, end_of_text: str | None) -> SentencePieceTok
 
 @functools.lru_cache(maxsize=1)
 def _load_model(content: bytes):
-    """Load the content of a SentencePiece model with the `sentencepiece` package."""
+    """Load a SentencePiece model from the content of its file."""
     try:
         import sentencepiece
     except ImportError:
@@ -395,7 +395,7 @@ def _load_model(content: bytes):
 
 
 def _from_gpt2_files(folder: Path) -> bytes:
-    """Convert GPT-2's encoder.json and vocab.bpe to the content of a tokenizer.json."""
+    """Convert GPT-2's vocabulary files to the content of a tokenizer.json."""
     package = _import_tokenizers()
     is_openai = (folder / "encoder.json").is_file()
     names = ("encoder.json", "vocab.bpe") if is_openai else ("vocab.json", "merges.txt")
@@ -429,7 +429,7 @@ def _parse(content: bytes):
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarray:
-    """Return the token IDs of a prompt, at least one.
+    """Return the token IDs of a prompt.
 
     An empty prompt becomes the end-of-text token, or token 0 if the tokenizer has no such token.
     Raises `UsageError` if the tokenizer cannot encode the prompt.
@@ -438,11 +438,11 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarr
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return `prompt` followed by the decoded `tokens`, which continue it.
+    """Return `prompt` followed by the text of `tokens`.
 
     Raises `UsageError` if the tokenizer cannot encode the prompt.
     """
-    # Decode them together, because some decoders drop the space before the first token.
+    # Decode both together, because some decoders drop the space before the first token.
     before = tokenizer.encode(prompt).tolist()
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
     if not before or not whole.startswith(start):

@@ -14,12 +14,11 @@ def encode_answers(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (token IDs, loss weights) of each document: int64 and uint8, shape (tokens,).
 
-    The weight is 1 for the tokens of answers and 0 for all others. A prompt is tokenized
-    separately, because at inference the model sees only the prompt. The tokens are the same as for
-    the whole text, unless a token would cross the start or end of an answer. In that case, the text
-    is split there before it is tokenized. There must be at least one document, all documents must
-    have answers, and all must have the same `has_special`. Raises `UsageError` if a character is
-    not in the vocabulary.
+    The weight is 1 for the tokens of answers and 0 for all others. The tokens are those of the
+    whole text, unless a token would cross the start or end of an answer. In that case, the text is
+    split there before it is tokenized, because at inference the model sees only the prompt. There
+    must be at least one document. All documents must have answers and the same `has_special`.
+    Raises `UsageError` if a character is not in the vocabulary.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special
@@ -36,14 +35,14 @@ def encode_answers(
 
 
 def _cuts(document: LineDocument) -> list[int]:
-    """Return the end of each part of a text; the parts are the answers and the text in between."""
+    """Return the end of each part of the text: the answers and the text between them."""
     return sorted({*itertools.chain(*document.answers), len(document.text)} - {0})
 
 
 def _parts(
     document: LineDocument, ends: list[int], encoded: list[np.ndarray], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Return the token IDs of each part; `encoded` holds the IDs of the text up to each end."""
+    """Return the token IDs of each part. `encoded` holds the IDs of the text up to each end."""
     out, start, cut, before = [], 0, 0, np.empty(0, np.int64)
     for end, ids in zip(ends, encoded, strict=True):
         if start:

@@ -23,12 +23,12 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_TIMEOUT = 20  # seconds
 
-# Folders of the standard library to leave out. Tests make up half of it and are repetitive.
+# Folders of the standard library to skip. Half of the library is repetitive tests.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Prepare character-level Tiny Shakespeare; return the lines that nanoGPT prints for it.
+    """Prepare character-level Tiny Shakespeare. Return the lines that nanoGPT prints for it.
 
     The dataset is written to `directory`. The text is downloaded if `input_file` is None. Raises
     `UsageError` if the text cannot be downloaded or read, or is too short, and `OSError` if
@@ -64,21 +64,21 @@ def prepare_text(
     end_of_text: str | None = None,
     pool: Executor | None = None,
 ) -> list[str]:
-    """Prepare text, JSON lines and Parquet files; return lines that describe the dataset.
+    """Prepare text, JSON lines and Parquet files. Return lines that describe the dataset.
 
     If all files are text, the last `val_share` of the characters is used for validation, as in
-    nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text, or
-    the end of the tokens if there are few documents.
+    nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text. If
+    there are few documents, it uses the end of the tokens.
 
     Args:
         directory: folder to write the dataset to.
         inputs: files, or folders that contain them.
         tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
         json_key: keys that hold the text in JSON lines and Parquet files; see `LineFormat.key`.
-        chat_template: file with a chat template; the default is the tokenizer's own template.
+        chat_template: file with a chat template; by default, the tokenizer's template is used.
         val_share: share of the data to use for validation; the defaults are in `corpus.py`.
             Megatron data is not split.
-        split: split to put all text into; by default, the text is divided.
+        split: split for all of the text; by default, the text is divided into splits.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, as in `load_tokenizer`.
         pool: processes that tokenize files; by default, this process tokenizes them.
@@ -138,7 +138,7 @@ def prepare_text(
 def prepare_python(directory: Path) -> list[str]:
     """Prepare the source code of Python's standard library, with one token per byte.
 
-    The dataset is written to `directory`. This needs no download. Files are ordered by a hash of
+    The dataset is written to `directory`, without any download. Files are ordered by a hash of
     their paths, so that the last tenth, which is used for validation, resembles the rest. Returns
     lines that describe the dataset. Raises `UsageError` if there are no source files, and `OSError`
     if one cannot be read or `directory` cannot be written.

@@ -1,4 +1,4 @@
-"""Convert conversations to text with a Hugging Face chat template, rendered in a sandbox.
+"""Convert conversations to text with a Hugging Face chat template in a sandbox.
 
 A template is a Jinja program that comes with a tokenizer, so it is untrusted code. Like
 transformers, jaxgpt renders it in an `ImmutableSandboxedEnvironment`: the template sees strings and
@@ -17,7 +17,7 @@ from jaxgpt.config import UsageError, in_words, read_json
 FILE = "chat_template.jinja"
 # In older versions, a template can escape the sandbox (CVE-2025-27516).
 MIN_JINJA2_VERSION = (3, 1, 6)
-# Unicode noncharacters that mark the start and end of a {% generation %} block.
+# Unicode noncharacters that mark the start and end of {% generation %} blocks.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 Range = tuple[int, int]  # (start, end) in characters; the end is exclusive
@@ -56,7 +56,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[dict[str, str]]) -> Rendered:
         """Render a list of messages, each with a `role` and a `content`.
 
-        Answers are the {% generation %} blocks of the template. Without such blocks, each answer is
+        Answers are the template's {% generation %} blocks. Without such blocks, each answer is
         located by rendering the conversation up to its start and up to its end.
 
         Raises:
@@ -98,17 +98,17 @@ class ChatTemplate:
 
 
 def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
-    """Return the paths of tokenizer_config.json and of the template, which may not exist."""
+    """Return the paths of tokenizer_config.json and the template. The files need not exist."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     return folder / "tokenizer_config.json", given or folder / FILE
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
-    """Return the template in the file `given`, or the tokenizer's own, or None if there is neither.
+    """Return the template in the file `given`, else the tokenizer's template, else None.
 
-    The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the
-    `chat_template` field of tokenizer_config.json. If that field has several templates, the one
-    named `default` is used. `tokenizer` is `char`, `byte`, or the path of a file or folder.
+    The tokenizer's template is in chat_template.jinja next to tokenizer.json, or in the
+    `chat_template` field of tokenizer_config.json. If that field has several templates, the
+    `default` template is used. `tokenizer` is `char`, `byte`, or the path of a file or folder.
 
     Raises:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2
@@ -136,12 +136,12 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a special token, given as a string or as a dictionary with options."""
+    """Return the text of a special token, which is a string or a dictionary with options."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _unmarked(marked: str) -> Rendered:
-    """Remove the markers of {% generation %} blocks, and return the text and its answers."""
+    """Remove the markers of {% generation %} blocks. Return the text and its answers."""
     text, answers = "", []
     for part in marked.split(_BEGIN):
         answer, mark, rest = part.partition(_END)
@@ -154,8 +154,8 @@ def _unmarked(marked: str) -> Rendered:
 def _environment():
     """Return a Jinja environment like the one in transformers, but without `strftime_now`.
 
-    The output must not depend on the current date. Without `strftime_now`, templates use their
-    default date.
+    Without `strftime_now`, templates use their default date, so the output does not depend on the
+    current date.
     """
     try:
         import jinja2
@@ -175,7 +175,7 @@ def _environment():
         )
 
     class Generation(jinja2.ext.Extension):
-        """The tags {% generation %} ... {% endgeneration %} around an assistant message."""
+        """The block {% generation %} ... {% endgeneration %} around an assistant message."""
 
         tags = {"generation"}
 

@@ -20,8 +20,8 @@ from jaxgpt.data.prepare.writer import new_dataset, scratch_folder, token_dtype,
 from jaxgpt.data.source import SPLITS, read_meta
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
-TEXT_SHARE, DOCUMENT_SHARE = 0.1, 0.01  # default shares of text and of documents for validation
-FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE selects less than about ten
+TEXT_SHARE, DOCUMENT_SHARE = 0.1, 0.01  # default validation shares of text and of documents
+FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE selects fewer than about ten
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
@@ -30,9 +30,9 @@ class Corpus:
     """Input files, and how to divide them into splits."""
 
     files: list[Path]
-    lines: LineFormat  # the format of JSON lines and of rows of Parquet files
+    lines: LineFormat  # the format of JSON lines and Parquet rows
     val_share: float | None = None  # if None, a default applies
-    split: str | None = None  # the split for all text; if None, the text is divided
+    split: str | None = None  # the split for all of the text; if None, the text is divided
 
     @property
     def is_text(self) -> bool:
@@ -42,10 +42,10 @@ class Corpus:
     def divided(self, pool: Executor | None) -> list[InputFile]:
         """Return the input files, each with the rule for dividing it into splits.
 
-        If `split` is set, no file is divided. Otherwise, if all files are text, their text is
-        divided at one character; the processes of `pool` count the characters. In all other cases,
-        a hash of each document's text selects its split. Raises `UsageError` if a text file cannot
-        be read.
+        If `split` is set, no file is divided. Otherwise, if all files are text, they are divided at
+        one position in their concatenated text, and `pool` counts the characters. In all other
+        cases, a hash of each document's text selects its split. Raises `UsageError` if a text file
+        cannot be read.
         """
         if self.split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -72,7 +72,7 @@ class Prepared(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """Rule that forms the splits of a dataset from the splits of its parts."""
+    """Rule for forming the splits of a dataset from the splits of its parts."""
 
     joined: dict[str, tuple[str, ...]]  # split -> the part splits to concatenate
     cut: float | None  # fraction of "train" to move to "val"
@@ -89,8 +89,8 @@ def write_nanogpt(
     """Write SPLIT.bin and meta.json, with the end-of-text token, if any, between documents.
 
     Documents with answers also get a loss mask. If `tokenizer` is None, each distinct character
-    becomes a token. `source` describes the origin of the text. The files do not depend on `pool`,
-    whose processes tokenize different files at the same time.
+    becomes a token. `source` describes the origin of the text. `pool` tokenizes files in parallel
+    and does not affect the result.
 
     Raises:
         UsageError: if the input cannot be read or encoded, is a pipe that would be read twice, or
@@ -124,7 +124,7 @@ def write_nanogpt(
             tokens["train"] = int(whole * (1 - division.cut))
             tokens["val"] = whole - tokens["train"]
         if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
-            shutil.rmtree(folder)  # useless, because the input or the split must change
+            shutil.rmtree(folder)  # useless, because the input or the split has to change
             raise UsageError(
                 f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
                 f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"
@@ -147,9 +147,9 @@ def write_nanogpt(
 
 
 def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
-    """Return the rule that forms the splits of a dataset from its parts.
+    """Return the rule for forming the splits of a dataset from its parts.
 
-    The parts must be those of the files in `Corpus.divided`.
+    The parts must have been written from the files in `Corpus.divided`.
     """
     if corpus.split is not None:
         rest = "; runs validate on its end (data.val_share)" if corpus.split == "train" else ""
@@ -179,13 +179,13 @@ def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
 
 
 def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
-    """Return whether the given splits, joined over all parts, end with a complete document."""
+    """Return whether the given splits of all parts, joined, end with a complete document."""
     ends = [part.ends[split] for part in parts for split in splits if split in part.ends]
     return bool(ends and ends[-1])
 
 
 def _move_tail(path: Path, tail: Path, start: int) -> None:
-    """Move the end of a file, from byte `start` on, to the new file `tail`."""
+    """Move the end of a file, starting at byte `start`, to the new file `tail`."""
     with open(path, "r+b") as source, open(tail, "wb") as target:
         source.seek(start)
         shutil.copyfileobj(source, target, 1 << 24)

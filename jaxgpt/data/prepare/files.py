@@ -1,4 +1,4 @@
-"""Input files: finding them, and reading their text, JSON lines or rows."""
+"""Finding and reading input files: text, JSON lines and Parquet."""
 
 import codecs
 import contextlib
@@ -14,7 +14,7 @@ from jaxgpt.config import UsageError, in_words
 TEXT = (".txt", ".text", ".md")
 JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
-_BLOCK = 1 << 16  # bytes of a text file to read, and usually encode, at a time
+_BLOCK = 1 << 16  # number of bytes of a text file to read, and usually encode, at a time
 
 Advance = Callable[[int], object]  # called with the number of bytes read
 
@@ -26,9 +26,9 @@ def kind(path: Path) -> tuple[str, ...]:
 
 
 def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the files to read, with folders replaced by the suitable files in them.
+    """Return the input files, with folders replaced by the suitable files in them.
 
-    Hidden files and folders in a folder are left out.
+    Hidden files and folders are skipped.
 
     Raises:
         UsageError: if a path does not exist, a folder has no suitable files, or a file is
@@ -55,12 +55,12 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
 
 
 def ignored_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the files in input folders that `find_files` leaves out because of their suffixes."""
+    """Return the files in input folders that `find_files` skips because of their suffixes."""
     return [file for path in inputs for file in _files_in(path) if not _belongs(file)]
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the sorted paths of all files in a folder that are not hidden."""
+    """Return the sorted paths of all files in a folder, except hidden ones."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -129,7 +129,7 @@ def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]
 
 
 def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) for each line of a file that is not blank; numbers start at 1.
+    """Yield (number, line) for each nonblank line of a file. Numbers start at 1.
 
     Raises `UsageError` if the file cannot be read.
     """
@@ -142,9 +142,9 @@ def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
 def read_rows(
     path: Path, columns: Iterable[str], advance: Advance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, values by column) for each row of a Parquet file; numbers start at 1.
+    """Yield (number, values by column) for each row of a Parquet file. Numbers start at 1.
 
-    Only `columns` are read; missing columns are left out.
+    Only `columns` are read, and missing columns are skipped.
 
     Raises:
         UsageError: if pyarrow is not installed, if the file cannot be read, or if it has none of

@@ -1,6 +1,6 @@
-"""Documents from JSON lines or rows of Parquet files.
+"""Documents from JSON lines or Parquet rows.
 
-A line or row holds a text, a prompt and its completion, or a conversation.
+A line or row holds plain text, a prompt and its completion, or a conversation.
 """
 
 import json
@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 class LineFormat(NamedTuple):
     """The user's settings for JSON lines."""
 
-    key: str | None  # KEY or PROMPT,COMPLETION; None: the first line selects one of `KINDS`
+    key: str | None  # KEY or PROMPT,COMPLETION; if None, the first line selects one of `KINDS`
     tokenizer: str  # as given by the user
     chat_template: Path | None  # if None, use the tokenizer's own template
 
@@ -28,7 +28,7 @@ class LineDocument(NamedTuple):
 
     text: str
     answers: Sequence[Range] | None = None  # parts that count; None if all text counts
-    has_special: bool = False  # whether to encode names of special tokens as those tokens
+    has_special: bool = False  # whether to encode names of special tokens as special tokens
 
     @property
     def ends_with_answer(self) -> bool:
@@ -37,7 +37,7 @@ class LineDocument(NamedTuple):
 
 
 class LineReader:
-    """Reads the lines or rows of a file. All must be of the same kind."""
+    """Reader for the lines or rows of a file, which must all be of the same kind."""
 
     def __init__(self, format_: LineFormat):
         self._format = format_
@@ -54,8 +54,8 @@ class LineReader:
         """Return the document in a line. `where` is its location, for error messages.
 
         Raises:
-            UsageError: if the line is not a valid document or is of a different kind from the
-                previous lines, or if the chat template is missing, invalid or not needed.
+            UsageError: if the line is not a valid document, if its kind differs from the previous
+                lines, or if the chat template is missing, invalid or not needed.
         """
         try:
             value = json.loads(line)
@@ -96,7 +96,7 @@ class LineReader:
         return UsageError(f"{where} must be a JSON object with UTF-8 text under {keys}, {what}")
 
     def _fields(self, value: Any, where: str) -> list[Any]:
-        """Return a line's values for the keys. By default, the first line determines the keys."""
+        """Return the fields that hold the text. By default, the first line selects the keys."""
         if not isinstance(value, dict):
             raise TypeError
         if self._keys is None:

@@ -1,7 +1,7 @@
 """The parts of a dataset: the tokens of one large input file, or of several small ones.
 
-Processes write different parts in parallel, and a part appears on disk only when it is complete. If
-a command is killed, its completed parts stay, and the same command reuses them.
+Processes write different parts in parallel. A part appears on disk only when it is complete. If a
+command is killed, running it again reuses the completed parts.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ _PART = 1 << 26  # approximate number of bytes of small files per part
 class Part(NamedTuple):
     """A folder with SPLIT.bin, masks and lengths.bin.
 
-    The latter holds the number of tokens of each document that ends in the part: int64.
+    lengths.bin holds the length in tokens of each document that ends in the part: int64.
     """
 
     folder: Path
     documents: int
     tokens: dict[str, int]  # number of tokens in each split
     ends: dict[str, bool]  # whether a split's last document ends in this part
-    has_mask: bool | None  # None without tokens
+    has_mask: bool | None  # None if the part has no tokens
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def parts_folder(directory: Path) -> Iterator[Path]:
     """Yield a folder for the parts of a dataset, and delete it when the block ends.
 
     If the block raises an exception, completed parts are kept. If there are none, the folder is
-    deleted, and so is `directory` if it is new and empty. Raises `OSError` if `directory` cannot be
+    deleted, and so is a new and empty `directory`. Raises `OSError` if `directory` cannot be
     written.
     """
     is_new = not directory.exists()
@@ -83,10 +83,9 @@ def write_parts(
     folder: Path,
     pool: Executor | None,
 ) -> list[Part]:
-    """Tokenize the files that have no part yet, and return all parts in the order of the files.
+    """Tokenize the files that are in no part yet. Return all parts in the order of the files.
 
-    This process and those of the pool write parts in parallel. A progress bar on standard error
-    shows the rate and the time left.
+    This process and the pool write parts in parallel. A progress bar is shown on standard error.
 
     Args:
         files: at least one file.
@@ -103,7 +102,7 @@ def write_parts(
     common = _common_facts(files[0], tokenizer, dtype)
     tasks = [(group, tokenizer, dtype, folder / _key(group, common)) for group in groups]
     parts: list[Part | None] = [None] * len(groups)
-    first: dict[bool, int] = {}  # has_mask -> number of the first part with this value
+    first: dict[bool, int] = {}  # has_mask -> index of the first part with this value
 
     def add(number: int, part: Part) -> None:
         parts[number] = part
@@ -166,7 +165,7 @@ def _write_part(
     folder: Path,
     advance: Advance = lambda size: None,
 ) -> Part:
-    """Tokenize files into `folder`, which does not appear until it is complete.
+    """Tokenize files into `folder`, which is created atomically.
 
     `advance` is called with the number of bytes read. Raises `UsageError` if a file cannot be read
     or encoded, or only some documents have answers, and `OSError` if the part cannot be written.
@@ -208,7 +207,7 @@ def _write_part(
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(scratch)  # the files were given twice, and the other part is the same
+        shutil.rmtree(scratch)  # the files were given twice, so the existing part is identical
     return part
 
 
@@ -224,14 +223,14 @@ def _read(folder: Path) -> Part:
 
 
 def _common_facts(file: InputFile, tokenizer: Tokenizer, dtype: np.dtype) -> list[Any]:
-    """Return the settings that affect every part; `file` is any file of the corpus."""
+    """Return the settings that affect all parts. `file` is any file of the corpus."""
     templates = template_files(file.lines.tokenizer, file.lines.chat_template)
     hashes = [hashlib.sha256(t.read_bytes()).hexdigest() for t in templates if t.is_file()]
     return [_VERSION, file.val_share, file.lines.key, tokenizer.to_meta(), dtype.name, hashes]
 
 
 def _key(group: Sequence[InputFile], common: list[Any]) -> str:
-    """Return a name derived from the files of a part and all settings that affect it."""
+    """Return a hash of a part's files and of all settings that affect the part."""
     facts = [common]
     for file in group:
         found = file.path.stat()
@@ -244,7 +243,7 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
 
 
 def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -> None:
-    """Concatenate the files SPLIT + `suffix` of all parts, in order, into the file `out`.
+    """Concatenate the SPLIT + `suffix` files of all parts, in order, into the file `out`.
 
     Within a part, files are in the order of `splits`. Raises `OSError` if a file cannot be read or
     written.

@@ -1,4 +1,4 @@
-"""The processes of an MPI job, as workers that tokenize files."""
+"""MPI processes as workers that tokenize files."""
 
 import contextlib
 import os
@@ -25,12 +25,12 @@ class Workers(NamedTuple):
 def job_workers(threads: int | None) -> Iterator[Workers]:
     """Connect the processes of a job: process 0 gets a pool, and the others are its workers.
 
-    In the other processes, the block starts when process 0 has left its block. An exception in the
-    block of process 0 terminates the job at once. The tokenizers use `threads` threads in each
-    process; by default, the processes of a host share its CPUs evenly.
+    The others enter the block after process 0 has left it. An exception in process 0's block
+    terminates the job at once. Tokenizers use `threads` threads per process; by default, the
+    processes on a host share its CPUs evenly.
 
     Raises:
-        UsageError: if several processes were started without MPI, or MPI cannot be used.
+        UsageError: if several processes were started without MPI, or if MPI cannot be used.
     """
     launch = find_launch(os.environ)
     if launch.through == "tcp":
@@ -50,12 +50,11 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
         return
     from mpi4py.futures import MPICommExecutor
 
-    # The pool cannot shut down while a process is in the middle of a file, so signals must not wait
-    # for it.
+    # The pool cannot shut down in the middle of a file, so signals must not wait for it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
-    cpus = set().union(*host.allgather(own_cpus()))  # the processes of a host may share its CPUs
+    cpus = set().union(*host.allgather(own_cpus()))  # processes on a host may share CPUs
     _use_threads(threads or max(1, len(cpus) // host.size))
     with MPICommExecutor(world, root=0) as pool:
         try:

@@ -34,26 +34,26 @@ class Encoded(NamedTuple):
 
     chunk: TextChunk
     ids: np.ndarray  # int64 (tokens,)
-    weights: np.ndarray | None  # uint8 (tokens,): 1 for tokens of answers; None if all count
+    weights: np.ndarray | None  # uint8 (tokens,): 1 for tokens of answers; None if all tokens count
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the corpus: a text file is one document; other files have one per line or row."""
+    """A file of the corpus. A text file is one document; other files have one per line or row."""
 
     path: Path
     lines: LineFormat  # the format of JSON lines and rows
     val_share: float = 0.0  # probability that a document is selected for validation
-    n_train: int | None = None  # only the first characters of a text are for training; None: all
+    n_train: int | None = None  # number of characters for training, if a text file is divided
 
     def chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
         """Yield the text of the file in order, calling `advance` with the number of bytes read.
 
-        Empty documents are left out.
+        Empty documents are skipped.
 
         Raises:
             UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, if a
-                long text cannot be split without changing its tokens, or if a chat template is
+                long document cannot be split without changing its tokens, or if a chat template is
                 missing or invalid.
         """
         if kind(self.path) is TEXT:
@@ -73,7 +73,7 @@ class InputFile:
                 yield reader.read(line, f"--input {self.path}: line {number}")
 
     def _draw_split(self, blocks: Iterable[str]) -> str:
-        """Choose a split by a hash of the text, so that copies of a document stay together."""
+        """Select a split by a hash of the text, so that copies of a document stay together."""
         if not self.val_share:
             return "train"
         digest = hashlib.blake2b(digest_size=8)
@@ -155,7 +155,7 @@ def _encode_batch(
 
 
 def _with_end(encoded: Encoded, end_of_text: int | None) -> Encoded:
-    """Append the end-of-text token if the tokenizer has one and a document ends here."""
+    """Append the end-of-text token if there is one and the chunk ends a document."""
     chunk, ids, weights = encoded
     if end_of_text is None or not chunk.ends:
         return encoded

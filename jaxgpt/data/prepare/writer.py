@@ -1,4 +1,4 @@
-"""Writers of token files: nanoGPT's folder with meta.json, and Megatron-LM's .bin and .idx."""
+"""Writers for nanoGPT's folder with meta.json and for Megatron-LM's .bin and .idx files."""
 
 import contextlib
 import json
@@ -29,9 +29,9 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def scratch_folder(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved to `directory` when the block ends.
 
-    `directory` is created if necessary. The files are moved in alphabetical order, except that
-    meta.json is moved last. If the block fails, the temporary files are deleted, and so is
-    `directory` if it is new and empty. Raises `OSError` if `directory` cannot be written.
+    `directory` is created if necessary. meta.json is moved last. If the block fails, the temporary
+    files are deleted, and so is a new and empty `directory`. Raises `OSError` if `directory` cannot
+    be written.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,10 +50,10 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
     """Yield a temporary folder for the files SPLIT.bin, which the caller writes.
 
-    Their dtype is `token_dtype(tokenizer.vocab_size)`. Each of them may have a loss mask at its
+    Their dtype is `token_dtype(tokenizer.vocab_size)`. Each may have a loss mask at its
     `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files are
-    moved to `directory`, and old splits and masks without a replacement are deleted. `source`
-    describes the origin of the text. Raises `OSError` if `directory` cannot be written.
+    moved to `directory`, and any other old splits and masks are deleted. `source` describes the
+    origin of the text. Raises `OSError` if `directory` cannot be written.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -111,7 +111,7 @@ def megatron_writer(
 
     The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
     `UsageError` if a token ID does not fit into `dtype`, which must be one of `CODES`. Both files
-    appear when the block ends. By then, the last document must be complete. Raises `OSError` if a
+    appear when the block ends, and the last document must then be complete. Raises `OSError` if a
     file cannot be written, and `UsageError` like `write_index`.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
@@ -120,7 +120,7 @@ def megatron_writer(
     ...     add([10])
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
-    lengths, unfinished = array("q"), 0  # tokens in each document, and in the unfinished one
+    lengths, unfinished = array("q"), 0  # tokens in each finished and in the unfinished document
 
     with scratch_folder(prefix.parent) as scratch:
         with open(scratch / f"{prefix.name}.bin", "wb") as file:
