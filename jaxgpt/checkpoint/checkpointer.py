@@ -1,4 +1,4 @@
-"""Checkpoints of a run: sharded, written by Orbax in the background, either complete or absent."""
+"""Sharded checkpoints, written by Orbax in the background and either complete or absent."""
 
 import contextlib
 import functools
@@ -39,10 +39,10 @@ from jaxgpt.tracking.records import CheckpointFailedRecord, CheckpointRecord, Re
 Tree = dict[str, Any]  # nested dicts of arrays, or of `jax.ShapeDtypeStruct`s
 
 TIMED_OUT = "not complete within checkpoint.timeout_minutes"
-# Phrases in error messages that indicate a full disk. File systems do not subtract a user's quota
-# from the free space that they report, so an exhausted quota shows up only in these errors.
+# Phrases in error messages that indicate a full disk. File systems report free space regardless of
+# quotas, so an exhausted quota shows up only in these errors.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
-DATA_FILE_BYTES = 2**28  # Orbax writes several such files in parallel; its default is 2 GiB
+DATA_FILE_BYTES = 2**28  # Orbax writes several files in parallel; its default size is 2 GiB
 CONTINUE = (
     "start again with the same --out to continue from the newest complete checkpoint, if there is "
     "one"
@@ -56,7 +56,7 @@ class Save:
     step: int
     began: float  # `time.perf_counter()` when the save interrupted training
     stalled: float = 0.0  # seconds that training waited before it could continue
-    error: Exception | None = None  # why this process could not start the save
+    error: Exception | None = None  # the reason why this process could not start the save
     copy: Future[None] | None = None  # copy to the run directory, on process 0 only
     is_logged: bool = False
 
@@ -64,10 +64,9 @@ class Save:
 class Checkpoints:
     """Saves and restores the state of one run, in `directory`/checkpoints.
 
-    Orbax writes in a background thread of each process and synchronizes the processes with
-    barriers. If one process fails, the others wait at a barrier for at most
-    checkpoint.timeout_minutes. The next `save`, `restore` or `close` waits for all processes, which
-    then agree on whether the checkpoint is complete.
+    Orbax writes in a background thread of each process, with barriers between the processes. If one
+    process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
+    `save`, `restore` or `close`, all processes agree on whether the checkpoint is complete.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class Checkpoints:
         Args:
             directory: the run directory, which all processes share.
             config: the configuration of the run.
-            cluster: the processes that save together; None means only this process.
-            on_saved: called on process 0 with the seconds that each checkpoint took.
+            cluster: the processes that save together; if None, only this process.
+            on_saved: called on process 0 with the duration of each save in seconds.
         """
         self._directory, self._config = directory.absolute(), config
         self._cluster = cluster or ProcessGroup(launcher="none")
@@ -92,10 +91,10 @@ class Checkpoints:
         self._local = local_folder(config, directory)
         self._writing: Save | None = None  # being written by Orbax
         self._copying: Save | None = None  # being copied from checkpoint.local
-        self._orbax: Any = None  # opened by the first save, because importing Orbax takes a second
-        # On process 0, one thread removes old checkpoints and copies local ones.
+        self._orbax: Any = None  # created by the first save, because importing Orbax takes a second
+        # On process 0, one thread removes old checkpoints and copies local checkpoints.
         self._background: ThreadPoolExecutor | None = None
-        self._last_save = time.monotonic()  # before the first save, the time when the run started
+        self._last_save = time.monotonic()  # initially the start of the run
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
@@ -104,7 +103,7 @@ class Checkpoints:
         `tree` has the arrays to save, or their shapes. All processes call this together. Raises
         `UsageError` on all of them if the run directory has too little free space for a checkpoint,
         if its free space cannot be determined, or if checkpoint.local cannot be written or is not
-        shared. The free space of checkpoint.local is not checked.
+        shared.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -128,16 +127,16 @@ class Checkpoints:
         return self._cluster.broadcast(minutes >= checkpoint.interval_minutes)
 
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
-        """Start saving arrays and JSON; the caller may donate the arrays after this returns.
+        """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
-        This first waits for any earlier save to finish. It then removes an existing checkpoint of
-        this step, and those that the retention settings do not keep. If this save fails, the next
+        This first waits for any earlier save, and removes any existing checkpoint of this step and
+        the checkpoints that the retention settings do not keep. If this save fails, the next
         `save`, `restore` or `close` reports it. All processes call this together.
 
         Args:
             step: the step after which `tree` was computed.
             tree: the arrays.
-            meta: the JSON, without the step and the checksums, which this method adds.
+            meta: the JSON; this method adds the step and the checksums.
 
         Raises `UsageError` on all processes if an earlier save has failed and the run cannot
         continue, because checkpoint.on_error=stop or because there is no complete checkpoint.
@@ -159,7 +158,7 @@ class Checkpoints:
         save.stalled = time.perf_counter() - began
 
     def check(self) -> None:
-        """On process 0, log checkpoints that are now complete, and start copying local ones."""
+        """On process 0, log newly completed checkpoints, and start copying local checkpoints."""
         if not self._cluster.is_main:
             return
         for save in (self._copying, self._writing):
@@ -175,7 +174,7 @@ class Checkpoints:
                     self._start_copy(save)
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Restore the checkpoint of `step`: return its arrays, bit for bit, and its JSON.
+        """Restore a checkpoint. Return its arrays, bit for bit, and its JSON.
 
         The JSON is in the format of `read_meta`. This first waits for saves in progress. All
         processes call this together.
@@ -195,7 +194,7 @@ class Checkpoints:
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """Remove the local checkpoints of the steps after `step`, which a restart has abandoned.
+        """Remove the local checkpoints after `step`, which a restart has abandoned.
 
         Call this on process 0.
         """
@@ -205,7 +204,7 @@ class Checkpoints:
                     self._local.remove(later)
 
     def close(self, is_final: bool = True) -> None:
-        """Wait until all saves are on disk, and remove checkpoints as `save` does.
+        """Wait until all saves are on disk, and remove checkpoints like `save`.
 
         All processes call this together. `is_final` means that no other save will follow. Raises
         `UsageError` under the same conditions as `save`, and also if the final save failed.
@@ -227,7 +226,7 @@ class Checkpoints:
         if self._orbax is None:
             silence_orbax()
             handler = ocp.CompositeCheckpointHandler(
-                # Compression would take longer than writing, and reduce the size by only 8 to 9%.
+                # Compression would take longer than writing and reduce the size by only 8 to 9%.
                 state=ocp.PyTreeCheckpointHandler(use_compression=False),
                 meta=ocp.JsonCheckpointHandler(),
             )
@@ -247,7 +246,7 @@ class Checkpoints:
         return directory / "checkpoints" / str(step)
 
     def _room_problem(self, tree: Tree) -> str:
-        """Return why a checkpoint does not fit into the run directory, or "" if it does."""
+        """Return an error message if a checkpoint does not fit into the run directory, else ""."""
         needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
         try:
             disk = shutil.disk_usage(self._directory)
@@ -261,7 +260,7 @@ class Checkpoints:
         )
 
     def _make_room(self, step: int, tree: Tree) -> str:
-        """On process 0, make room for a save; return why the save cannot start, or "" if it can."""
+        """On process 0, make room for a save. Return an error message if this fails, else ""."""
         if not self._cluster.is_main:
             return ""
         try:
@@ -279,7 +278,7 @@ class Checkpoints:
     def _settle(self, is_final: bool = False) -> None:
         """Wait for any save and copy in progress, and make all processes agree on the outcome.
 
-        If a local checkpoint has been written, its copy is in progress when this returns.
+        If a local checkpoint has been written, this starts copying it.
         """
         writing, copying = self._writing, self._copying
         errors = [
@@ -333,8 +332,8 @@ class Checkpoints:
         save.is_logged = True
         seconds = time.perf_counter() - save.began
         if self._cluster.is_main:
-            # The checkpoint may have been completed long ago, for example before an evaluation, so
-            # subtract the time since its folder was last modified.
+            # The save may have finished long ago, for example before an evaluation, so subtract the
+            # time since its folder was last modified.
             try:
                 age = time.time() - (self._folder / str(save.step)).stat().st_mtime
             except OSError:  # the run directory has vanished; the next save reports it
@@ -366,17 +365,17 @@ class Checkpoints:
         """Start removing the checkpoints that the retention settings do not keep."""
         if not self._cluster.is_main:
             return
-        with contextlib.suppress(OSError):  # the next save tries to remove them again
+        with contextlib.suppress(OSError):  # the next save tries again
             saved = list_checkpoints(self._directory)
             for step in steps_to_remove(self._directory, self._config, saved):
-                # Rename it first, so that an interrupted removal does not leave half a checkpoint.
+                # Rename first, so that an interrupted removal does not leave half a checkpoint.
                 path = self._folder / str(step)
                 scratch = path.rename(f"{path}{TEMPORARY_SUFFIX}")
                 self._in_background(shutil.rmtree, scratch, True)
 
 
 def _remedy(problem: str) -> str:
-    """Return what the user can do if a checkpoint cannot be written."""
+    """Return advice for a checkpoint that cannot be written."""
     room = "make room, and " if any(words in problem for words in NO_ROOM_WORDS) else ""
     return f"{room}{CONTINUE}"
 
@@ -389,8 +388,7 @@ def _wait_for_copy(save: Save) -> str:
 def _first_cause(errors: list[str]) -> str:
     """Return the cause of a failed save, given each process's error ("" for no error).
 
-    Processes that waited at Orbax's barriers for the failed process report a timeout, which is only
-    a consequence of that failure.
+    Processes that waited at Orbax's barriers for the failed process report timeouts.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
@@ -406,16 +404,14 @@ def restore_params(
     shapes: Params,
     run_on_all: Callable[..., Any] | None = None,
 ) -> Params:
-    """Return only the parameters of `step`, with the shapes and shardings of `shapes`.
+    """Restore only the parameters of `step`, with the shapes and shardings of `shapes`.
 
     All processes whose devices hold the parameters call this together. With AdamW, the parameters
-    make up a third of a checkpoint. This function only reads, so it does not disturb a run that is
-    training in `directory`.
+    make up a third of a checkpoint. Nothing is written, so a run can be training in `directory`.
 
     Args:
         shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
-        run_on_all: `ProcessGroup.run_on_all` if several processes call this together; None if only
-            this one does.
+        run_on_all: `ProcessGroup.run_on_all`, or None if only one process calls this.
 
     Raises:
         DamagedCheckpoint: on every process, if any process finds damage.
@@ -476,8 +472,8 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
     Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file is
     temporarily unreadable, and `RuntimeError` for JAX errors, such as running out of memory. This
-    function calls Orbax's handler directly, because the handler does not wait for other processes.
-    A process that fails can therefore report its error to the others.
+    function calls Orbax's handler directly, because the handler does not wait for other processes,
+    so a failed process can report its error to them.
     """
     import orbax.checkpoint as ocp
 
@@ -504,14 +500,13 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs every save and every error, even though it also raises the errors.
+    """Silence Orbax, which logs every save and also every error that it raises.
 
-    For the whole process, this silences the absl and asyncio loggers and one warning, and replaces
+    This silences the process's absl and asyncio loggers and one warning, and replaces
     `sys.unraisablehook`.
 
-    When one array fails, Orbax closes the event loop that the other arrays still use, and leaves
-    coroutines that are never awaited. No caller receives their errors, and only
-    `sys.unraisablehook` can suppress their tracebacks.
+    If one array fails, Orbax closes the event loop that the other arrays still use, and leaves
+    coroutines that are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):

@@ -1,7 +1,7 @@
 """Mesh-independent checksums of arrays.
 
-The devices compute the checksums before a checkpoint is written and after it is read. A mismatch
-shows that a disk, a file system or a copy has changed the data.
+The devices compute checksums before a checkpoint is written and after it is read. A mismatch means
+that the data was changed on disk or in transit.
 """
 
 import functools
@@ -19,16 +19,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgpt.parallel.offload import to_device
 
 CHUNK_ELEMENTS = 2**19  # number of hashes in memory at a time
-HOST_CHUNK_ELEMENTS = 2**16  # the same limit on the host, so that a chunk fits in a core's cache
+HOST_CHUNK_ELEMENTS = 2**16  # limit on the host, so that a chunk fits in a core's cache
 
 
 def checksums(tree: Any) -> dict[str, int]:
     """Return the 32-bit checksum of each array, by its path (such as params/norm/scale).
 
-    A checksum is the sum, modulo 2^32, of a hash of each element's bits and position, so it does
-    not depend on the sharding. Changing a single element always changes the checksum. All processes
+    A checksum is the sum of hashes of each element's bits and position, modulo 2^32, so it does not
+    depend on the sharding. Changing a single element always changes the checksum. All processes
     call this together. There must be at least one array. Arrays must have at most 32 bits per
-    element, and must have `NamedSharding`s on the same mesh.
+    element, and `NamedSharding`s on the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums, found = sums_by_device([array for _, array in leaves]), {}
@@ -50,9 +50,9 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
 
 
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
-    """Return the devices that hold each distinct shard, as indices into the flattened mesh.
+    """Return a list of the devices that hold each shard, as indices into the flattened mesh.
 
-    There is one list for each shard. The lists are sorted by their first devices.
+    The lists are sorted by their first devices.
     """
     mesh = sharding.mesh
     splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
@@ -63,9 +63,7 @@ def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
 
 
 def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
-    """Return what a part of an array contributes (modulo 2^32) to the array's checksum.
-
-    The host computes it.
+    """Compute, on the host, the contribution of part of an array to the array's checksum.
 
     Args:
         part: an array with as many dimensions as the whole array, and 32 bits per element.
@@ -89,7 +87,7 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
 
 @functools.lru_cache(maxsize=4)
 def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """Return a compiled function: arrays with these shardings -> uint32 (devices, arrays)."""
+    """Compile the function from arrays with these shardings to uint32 (devices, arrays)."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
     by_device = PartitionSpec(mesh.axis_names)
@@ -110,11 +108,11 @@ def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for a parameter and its moments
 def _shard_checksum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    """Return one device's contribution to the checksum of an array of this shape (uint32 scalar).
+    """Return one device's contribution to the checksum of an array (uint32 scalar).
 
     A shard in host memory is copied to the device chunk by chunk.
     """
-    along = [jnp.zeros(1, jnp.uint32)]  # for each axis, how much an index adds to the position
+    along = [jnp.zeros(1, jnp.uint32)]  # per axis: offsets in the flattened array
     for axis, size in enumerate(shard.shape):
         split = spec[axis] if axis < len(spec) else None
         first = lax.axis_index(split) * size if split else 0

@@ -1,4 +1,4 @@
-"""Local checkpoints, which are saved to fast storage and then copied to the run directory."""
+"""Local checkpoints, saved to fast storage and then copied to the run directory."""
 
 import contextlib
 import hashlib
@@ -23,10 +23,10 @@ BLOCK_BYTES = 2**24  # number of bytes copied at a time
 
 
 class LocalFolder:
-    """The checkpoints of one run under checkpoint.local, laid out as in the run directory.
+    """The local checkpoints of one run, laid out as in the run directory.
 
-    All processes share the folder, which is on a burst buffer or on the disk of a single host. A
-    checkpoint stays there until process 0 has copied it to the run directory.
+    All processes share the folder, on a burst buffer or on the disk of a single host. A checkpoint
+    stays there until process 0 has copied it to the run directory.
     """
 
     def __init__(self, folder: str, run: Path):
@@ -36,10 +36,10 @@ class LocalFolder:
         self.directory = Path(folder).expanduser().absolute() / f"{run.name}-{digest}"
 
     def open(self, cluster: ProcessGroup) -> None:
-        """Create the folder and remove interrupted saves; all processes call this together.
+        """Create the folder and remove interrupted saves.
 
-        Raises `UsageError` on every process if the folder cannot be written, or is not visible to
-        all processes.
+        All processes call this together. Raises `UsageError` on every process if the folder cannot
+        be written, or is not visible to all processes.
         """
         checkpoints = self.directory / "checkpoints"
         probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"
@@ -73,14 +73,13 @@ class LocalFolder:
             probe.unlink()
 
     def recover(self, log_interval: int) -> list[str]:
-        """Complete any interrupted copies of checkpoints; return log lines. Call it on process 0.
+        """Complete interrupted copies of checkpoints. Return log lines. Call this on process 0.
 
-        A local checkpoint is removed if the run directory already has it. If metrics.jsonl in the
-        run directory ends `log_interval` or more steps before a checkpoint, the run has since
-        continued without this folder. The checkpoint is then stale and is renamed to STEP.stale. A
-        checkpoint whose JSON is damaged stays in the folder, with a warning. Raises `UsageError` if
-        a checkpoint cannot be read, copied or renamed, and `OSError` if metrics.jsonl cannot be
-        read.
+        Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
+        run directory ends `log_interval` or more steps before a checkpoint, the run has continued
+        without this folder, so the checkpoint is renamed to STEP.stale. A checkpoint with damaged
+        JSON stays in the folder, and a warning is logged. Raises `UsageError` if a checkpoint
+        cannot be read, copied or renamed, and `OSError` if metrics.jsonl cannot be read.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -96,7 +95,7 @@ class LocalFolder:
                     notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
                 else:
                     stale = path.with_name(f"{step}.stale")
-                    shutil.rmtree(stale, ignore_errors=True)  # left from an earlier recovery
+                    shutil.rmtree(stale, ignore_errors=True)  # left by an earlier recovery
                     path.rename(stale)
                     notes.append(
                         f"warning: checkpoint {step} is not used, because {METRICS} ends at step "
@@ -112,15 +111,15 @@ class LocalFolder:
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Copy a checkpoint to the run directory, where it is either complete or absent.
+        """Copy a checkpoint to the run directory, atomically.
 
-        Afterwards, remove the original and older local checkpoints. Raises `OSError` if it cannot
-        be copied.
+        Then remove it and older checkpoints from the local folder. Raises `OSError` if it cannot be
+        copied.
         """
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")
         try:
-            shutil.rmtree(scratch, ignore_errors=True)  # it usually does not exist
+            shutil.rmtree(scratch, ignore_errors=True)  # left by an earlier failure
             final.parent.mkdir(exist_ok=True)
             shutil.copytree(self._path(step), scratch, copy_function=_copy_to_disk)
             scratch.rename(final)
@@ -128,11 +127,11 @@ class LocalFolder:
             shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone
             raise
         for older in list_checkpoints(self.directory):
-            if older <= step:  # an older checkpoint is still here if its copy failed
+            if older <= step:  # older checkpoints are still here if copying them failed
                 self.remove(older)
 
     def remove(self, step: int) -> None:
-        """Remove the local copy of a checkpoint; errors are ignored, and `recover` tries again."""
+        """Remove the local copy of a checkpoint, ignoring errors."""
         with contextlib.suppress(OSError):  # harmless: `recover` tries again
             shutil.rmtree(self._path(step))
 
@@ -141,7 +140,7 @@ class LocalFolder:
 
 
 def _copy_to_disk(source: str, target: str) -> None:
-    """Copy a file and flush it to the disk, because the source is removed afterwards."""
+    """Copy a file and flush it to disk, because the source is removed afterwards."""
     with open(source, "rb") as read, open(target, "wb") as write:
         shutil.copyfileobj(read, write, BLOCK_BYTES)
         write.flush()

@@ -1,4 +1,4 @@
-"""The JSON that is saved with the arrays of a checkpoint and needed to resume from it."""
+"""The JSON in a checkpoint."""
 
 import contextlib
 import errno
@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxgpt.config import UsageError, check_shape, in_words, read_json
 
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # marks checkpoints that Orbax has not completed
-CHECKSUM_KEY = "sha256"  # its value is the hash of all other keys and values
-# Errors that are caused by the file itself, not by the disk or the network.
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"  # marks incomplete checkpoints
+CHECKSUM_KEY = "sha256"  # hash of all other keys and values
+# Errors caused by the file itself, not by the disk or the network.
 ERRORS_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WEIGHTS_ONLY = "weights_only"  # marks checkpoints without optimizer state
 SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
@@ -25,7 +25,7 @@ SHAPE = {
     "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,
     "corpus_tokens?": {str: int}, "spike_state?": dict, "init_from?": (str, int),
 }  # fmt: skip
-# Additional keys in the checkpoint of a run. `batch_sizes` has the format of `BatchSizes.changes`.
+# Additional keys in a run's checkpoints. `batch_sizes` has the format of `BatchSizes.changes`.
 RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
@@ -43,9 +43,9 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """Return the JSON that was saved with the arrays of `step` in a run directory.
+    """Return the JSON in the checkpoint of `step` in a run directory.
 
-    It has the keys in `SHAPE` and, unless it has the key `WEIGHTS_ONLY`, those in `RUN_SHAPE`.
+    It has the keys in `SHAPE` and, unless it has the key `WEIGHTS_ONLY`, the keys in `RUN_SHAPE`.
     Raises `DamagedCheckpoint` if the JSON is missing, invalid or does not match its hash. Raises
     `UsageError` if it is temporarily unreadable, or belongs to another step.
     """
@@ -72,10 +72,10 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
 
 def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
-    """Rename a damaged checkpoint to STEP.damaged; return {"path": new path, "reason": reason}.
+    """Rename a damaged checkpoint to STEP.damaged. Return {"path": new path, "reason": reason}.
 
-    If that name is taken, the new name is STEP.damaged.2 and so on. Raises `UsageError` if it
-    cannot be renamed.
+    If that name is taken, STEP.damaged.2 is used, and so on. Raises `UsageError` if it cannot be
+    renamed.
     """
     path = directory / "checkpoints" / f"{step}.damaged"
     for number in itertools.count(2):
@@ -97,9 +97,9 @@ def newest_undamaged(
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
     """Return the step to resume from, its JSON, and the damaged checkpoints after it.
 
-    This reads and checks only the JSON of each checkpoint. If there is no checkpoint, the step is
-    None and the JSON is empty. Checkpoints after step `last` are ignored. `on_damage` is the value
-    of checkpoint.on_damage.
+    Only the JSON of each checkpoint is checked. If there is no checkpoint, the step is None and the
+    JSON is empty. Checkpoints after step `last` are ignored. `on_damage` is the value of
+    checkpoint.on_damage.
 
     Raises:
         DamagedCheckpoint: all checkpoints are damaged, or the newest one is damaged and
@@ -138,8 +138,8 @@ def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
 def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
-    The list includes damaged checkpoints, so that reading one of them reports the damage. It does
-    not include checkpoints that are still being written.
+    The list includes damaged checkpoints, so that their damage is reported, but not checkpoints
+    that are still being written.
     """
     names = (path.name for path in (directory / "checkpoints").glob("*"))
     return sorted(int(name) for name in names if is_step(name))
@@ -167,8 +167,8 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
-    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. If the
-    newest checkpoint is damaged or not readable, raises the same errors as `read_meta`.
+    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. Also
+    raises whatever `read_meta` raises.
     """
     steps = list_checkpoints(directory)
     if not steps:
@@ -196,7 +196,8 @@ def _hash(meta: Mapping[str, Any]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return a short description of an error: the system's message for its errno, if it has one.
 
-    Otherwise, return at most 200 characters of its own message, or its type if that is empty.
+    Otherwise, return at most 200 characters of the error's message, or its type if the message is
+    empty.
     """
     if number := os_error(error):
         return os.strerror(number)
@@ -206,8 +207,8 @@ def describe_error(error: BaseException) -> str:
 def os_error(error: BaseException) -> int | None:
     """Return the errno of an error, or None if it has no errno.
 
-    TensorStore raises `ValueError`s that end in `[OS error 5: EIO Input/output error]` or
-    `[os_error_code='5']`. `shutil.Error` contains `[Errno 5]` once for each file.
+    TensorStore raises `ValueError`s that end with `[OS error 5: EIO Input/output error]` or
+    `[os_error_code='5']`. `shutil.Error` contains `[Errno 5]` once per file.
     """
     found = re.search(r"\[(?:OS error |os_error_code='|Errno )(\d+)", str(error))
     return int(found[1]) if found else getattr(error, "errno", None)

@@ -12,13 +12,13 @@ from jaxgpt.checkpoint.checksums import devices_by_part, sums_by_device
 
 
 def devices_that_differ(params: Any) -> list[int]:
-    """Return the devices whose shard of an array in the tree `params` differs from its replicas.
+    """Return the devices on which a parameter differs from its replicas.
 
-    Devices are given by their index in the flattened mesh. A device is returned if the other
-    replicas of its shard outvote it. If the vote is tied, for example between two replicas, all
-    devices that hold the shard are returned. A shard without replicas is not checked. The arrays
-    must satisfy the conditions of `checksums`. All processes call this together and get the same
-    result.
+    Devices are returned as indices into the flattened mesh. The replicas of each shard vote, and
+    the devices in the minority are returned. If the vote is tied, for example between two replicas,
+    all devices that hold the shard are returned. Shards without replicas are not checked. The
+    arrays in `params` must satisfy the conditions of `checksums`. All processes call this together
+    and get the same result.
     """
     arrays = jax.tree.leaves(params)
     sums = sums_by_device(arrays)
@@ -33,7 +33,7 @@ def devices_that_differ(params: Any) -> list[int]:
 
 
 def has_replicas(params: Any) -> bool:
-    """Return whether more than half of all parameter elements have a replica.
+    """Return whether more than half of all parameter elements have replicas.
 
     `params` is a tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
     """

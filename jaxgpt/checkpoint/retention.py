@@ -1,4 +1,4 @@
-"""Retention of checkpoints: which ones are kept, and which ones are removed."""
+"""Retention of checkpoints."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -13,16 +13,15 @@ def kept_steps(
 ) -> set[int]:
     """Return the steps whose checkpoints are kept.
 
-    These are the newest checkpoint.keep steps, the multiples of checkpoint.keep_every, and the
+    They are the newest checkpoint.keep steps, the multiples of checkpoint.keep_every, and the
     checkpoint.keep_best steps with the lowest validation losses.
 
     Args:
         saved: the steps of all checkpoints, oldest first.
         checkpoint: the retention settings.
         rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
-            checkpoint.interval. Rewinds use only these, and not checkpoints that were saved because
-            of a signal.
-        losses: validation losses by step; checkpoints without a loss are not among the best.
+            checkpoint.interval. Rewinds use only these checkpoints.
+        losses: validation losses by step; steps without a loss are not among the best.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:
@@ -37,12 +36,12 @@ def kept_steps(
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
     """Return the steps in `saved` whose checkpoints should be removed from a run directory.
 
-    `saved` is sorted, with the oldest step first. Validation losses are read from metrics.jsonl, so
-    that they are also known after a restart. If that fails, checkpoint.keep_best keeps nothing.
+    `saved` is sorted, oldest first. Validation losses are read from metrics.jsonl. If that fails,
+    checkpoint.keep_best keeps nothing.
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:
-        with contextlib.suppress(OSError):  # if the file has vanished, no losses are known
+        with contextlib.suppress(OSError):  # without the file, no losses are known
             records = read_records(directory / METRICS, "eval")
             losses = {r["step"]: r["val_loss"] for r in records if r["val_loss"] is not None}
     rewinds = config.spike.action == "rewind"

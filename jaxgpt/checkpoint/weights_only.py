@@ -1,7 +1,7 @@
 """Parameter-only checkpoints, written and read in parts so that they need not fit in memory.
 
 `checkpointer.restore_params` restores them onto any mesh. Orbax can only write arrays that are in
-memory, so it is used only for the tree of names; the arrays are then written with TensorStore.
+memory, so it writes only the tree of names, and TensorStore writes the arrays.
 """
 
 import json
@@ -22,7 +22,7 @@ from jaxgpt.models.weights import Weight, weights
 
 STEP = 0  # weights-only checkpoints have this step number
 CHUNK_BYTES = 2**25  # maximum size of a chunk, the smallest unit that a device can read
-BLOCK_BYTES = 2**26  # approximate number of bytes in memory at a time, unless a layer is larger
+BLOCK_BYTES = 2**26  # approximate number of bytes to read at a time, unless a layer is larger
 
 Index = tuple[int | slice, ...]
 
@@ -30,8 +30,8 @@ Index = tuple[int | slice, ...]
 class WeightsWriter:
     """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
 
-    The constructor creates this folder, which must not exist; model.vocab_size must be set. The
-    checkpoint is not valid until `close` has returned. Errors of the file system, Orbax and
+    The constructor creates this folder, which must not exist. model.vocab_size must be set. The
+    checkpoint is not valid until `close` has returned. Errors from the file system, Orbax and
     TensorStore are propagated.
     """
 
@@ -51,8 +51,8 @@ class WeightsWriter:
     def write(self, name: str, index: Index, array: np.ndarray) -> None:
         """Write `array` as float32 to the parameter `name`, at `index`.
 
-        `index` has integers and contiguous slices; `array` has the shape that `index` selects. Any
-        remaining dimensions are written in full. Each element must be written exactly once.
+        `index` consists of integers and contiguous slices, and may leave out trailing dimensions.
+        `array` has the shape that `index` selects. Each element must be written exactly once.
         """
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
@@ -60,7 +60,7 @@ class WeightsWriter:
         sizes = iter(array.shape)
         part = np.ascontiguousarray(array, np.float32)
         part = part.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
-        if name not in self._stores:  # no two parts share a chunk
+        if name not in self._stores:  # parts do not share chunks
             self._stores[name] = self._create(weight, chunk_shape(part.shape))
         place = tuple(slice(i, i + n) for i, n in zip(first, part.shape, strict=True))
         self._stores[name][place].write(part).result()
@@ -68,11 +68,11 @@ class WeightsWriter:
         self._todo[name] -= part.size
 
     def close(self, config: Config, tokenizer: Mapping[str, Any] | None, source: str) -> None:
-        """Complete the checkpoint by writing its JSON, after all parameters have been written.
+        """Complete the checkpoint by writing its JSON. All parameters must have been written.
 
         Args:
-            config: configuration with the options of the model.
-            tokenizer: JSON of the model's tokenizer; None if it is unknown.
+            config: configuration with the model's options.
+            tokenizer: JSON of the model's tokenizer, or None if it is unknown.
             source: path that the parameters were imported from.
         """
         assert not any(self._todo.values()), self._todo
@@ -120,10 +120,9 @@ class WeightsReader:
     def blocks(self, weight: Weight) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (layer number, layer) for weights stacked over layers, otherwise (first row, rows).
 
-        About `BLOCK_BYTES` are in memory at a time. A run may save all layers of an array as one
-        chunk, which is then read as a whole. Raises `UsageError` if the array cannot be read, has
-        another shape, or does not match its checksum. The checksum is verified after the last
-        block.
+        About `BLOCK_BYTES` are in memory at a time, but a chunk is always read as a whole. Raises
+        `UsageError` if the array cannot be read, has another shape, or does not match its checksum,
+        which is verified after the last block.
         """
         import tensorstore
 
@@ -152,7 +151,7 @@ class WeightsReader:
 
 
 def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of chunks of at most `CHUNK_BYTES` for a float32 array of shape `part`.
+    """Return a chunk shape of at most `CHUNK_BYTES` for a float32 array of shape `part`.
 
     The largest dimension is halved until a chunk is small enough.
     """
@@ -164,7 +163,7 @@ def chunk_shape(part: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _spec(state: Path, name: str) -> dict[str, Any]:
-    """Return TensorStore's spec of a parameter, with the path that Orbax derives from its name."""
+    """Return the TensorStore spec of a parameter in an Orbax checkpoint."""
     path = ".".join(["params", *name.split("/")])
     return {
         "driver": "zarr",

@@ -15,7 +15,7 @@ from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # approximate minimum number of samples in a block
-MIN_SHARE = Fraction(1, 10**6)  # such a block has 2^21 samples and takes seconds to compute
+MIN_SHARE = Fraction(1, 10**6)  # with this share, a block of 2^21 samples takes seconds to compute
 
 
 @dataclass(frozen=True)

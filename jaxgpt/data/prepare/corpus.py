@@ -169,7 +169,7 @@ def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
             f"there are only {documents:,} documents",
         )  # fmt: skip
     share = corpus.val_share or DOCUMENT_SHARE
-    drawn = f"validation: {100 * share:g}% of the documents, drawn by a hash of their text"
+    drawn = f"validation: {100 * share:g}% of the documents, selected by a hash of their text"
     return _Division(separate, None, drawn)
 
 
