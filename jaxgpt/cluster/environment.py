@@ -25,34 +25,34 @@ MPI_LAUNCHERS = (
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
-SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port that process 0 sends its progress to
-JOB = "JAXGPT_JOB"  # name of one attempt, set in the environment of each of its processes
+SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port to which process 0 reports its progress
+JOB = "JAXGPT_JOB"  # ID of the attempt, in the environment of all its processes
 # Slurm's reserved step IDs for interactive shells, batch scripts and the extern step.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that only some processes may raise. Each of them prints its message."""
+    """A `UsageError` that only some processes may raise. Each such process prints it."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Identity of this process according to its launcher."""
+    """A process's identity according to its launcher."""
 
     launcher: str
-    variable: str | None = None  # the variable that identified it, as `NAME=value`
+    variable: str | None = None  # the variable that gives the rank, as `NAME=value`
     through: Literal["mpi", "tcp", None] = None  # None for a single-process job
     rank: int = 0
-    size: int | None = 1  # None if only MPI can tell
+    size: int | None = 1  # None if only MPI knows
     address: str | None = None  # host:port of process 0, if known
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
     """Identify this process from the first launcher found in its environment.
 
-    The order is: jaxgpt's own variables, torchrun, srun with a PMI version that MPICH cannot use,
-    MPI launchers (including MPI under srun), plain srun, torch's RANK and WORLD_SIZE. If none of
-    them is set, the job has a single process. Raises `UsageError` if the variables are malformed or
+    The order is: jaxgpt's variables, torchrun, srun with a PMI version that MPICH cannot use, MPI
+    launchers (including MPI under srun), plain srun, and torch's RANK and WORLD_SIZE. If none is
+    found, the job has a single process. Raises `UsageError` if the variables are malformed or
     inconsistent.
     """
     if RANK in environ or SIZE in environ:
@@ -100,11 +100,11 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 def slurm_step(environ: Mapping[str, str]) -> Launch:
     """Identify a process that srun started, without using MPI.
 
-    JAXGPT_COORDINATOR gives the address of process 0. Set it if the step has several components or
-    an arbitrary distribution. By default, process 0 is assumed to run on the step's first host, and
-    the port, which is below the range of ephemeral ports, is derived from the job and step IDs.
-    Raises `UsageError` if a variable is invalid, if the rank or the number of tasks is missing, or
-    if they contradict each other.
+    JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
+    arbitrary distribution. By default, process 0 is assumed to run on the step's first host, and
+    its port, below the ephemeral range, is derived from the job and step IDs. Raises `UsageError`
+    if a variable is invalid, if the rank or the number of tasks is missing, or if they contradict
+    each other.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)
@@ -121,10 +121,9 @@ def job_name(environ: Mapping[str, str]) -> str:
     """Return a name for this job that can be used in a path.
 
     Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, only processes on
-    this host share it. A concurrent job may have the same name if it was started inside the same
-    PBS or Slurm job by a launcher that sets no name of its own; without `JOB_NAMES`, also if it was
-    started from the same terminal by a launcher that starts no sessions, if the leader of its
-    session has exited, or if there is no /proc.
+    this host share it. Concurrent jobs may share a name if they run in the same PBS or Slurm job
+    and their launchers set no job ID. Without `JOB_NAMES`, they may also share a name if they were
+    started from the same terminal, if a session leader has exited, or if there is no /proc.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
@@ -138,7 +137,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     key = "MASTER_ADDR:MASTER_PORT"
     launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun itself uses the port
+        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun uses the port itself
     return launch
 
 
@@ -174,7 +173,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 def check_address(key: str, address: str) -> None:
     """Raise a `UsageError` that names `key` unless `address` is host:port, with port 1 to 65535.
 
-    The host need not resolve, but each of its labels must have 1 to 63 characters in IDNA encoding.
+    The host need not resolve, but each label must have 1 to 63 characters in IDNA encoding.
     """
     host, _, port = address.rpartition(":")
     try:

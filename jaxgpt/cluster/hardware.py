@@ -1,4 +1,4 @@
-"""This host's accelerators (found without starting JAX), CPUs, open-file limit and file locks."""
+"""This host's accelerators (found without JAX), CPUs, open-file limit and file locks."""
 
 import errno
 import fcntl
@@ -13,15 +13,15 @@ from typing import Literal, TextIO
 
 # Device files of NVIDIA, AMD, Intel and Google accelerators.
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
-# Variables that restrict the devices that a process sees. Users and some launchers set them.
+# Variables, set by users or launchers, that restrict the devices that a process sees.
 VISIBLE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# Maps part of a JAX plugin's name to its device files (excluding renderD, which integrated GPUs
-# also have), and to the variables and values that hide its devices.
+# Part of a JAX plugin's name -> its device files (except renderD, which integrated GPUs also have),
+# and the variables and values that hide its devices.
 ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
     "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
@@ -30,11 +30,11 @@ PLUGINS = {
 
 
 def accelerator_expected() -> bool:
-    """Return, without importing JAX, whether JAX should find an accelerator on this host.
+    """Return whether JAX should find an accelerator on this host, without importing JAX.
 
-    If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, one is
-    expected if a JAX plugin is installed and this host has a device file for it that the
-    environment does not hide.
+    If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, an
+    accelerator is expected if a JAX plugin is installed and this host has a device file for it that
+    the environment does not hide.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
@@ -50,8 +50,7 @@ def accelerator_expected() -> bool:
 def count_accelerators() -> int:
     """Return the number of accelerators on this host, according to their device files.
 
-    Only one vendor's accelerators are counted: NVIDIA's, or else AMD's, or else Google's. Intel
-    accelerators are not counted.
+    The first vendor found of NVIDIA, AMD and Google is counted. Intel accelerators are not counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
@@ -65,7 +64,7 @@ def own_cpus() -> tuple[int, ...]:
 
 
 def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
-    """Try to lock an open, writable file until it is closed, without waiting for the lock.
+    """Try to lock an open, writable file until it is closed, without waiting.
 
     Returns "locked", or "taken" if another process holds the lock, or "unsupported" if locking
     fails for another reason.
@@ -80,8 +79,8 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 def is_locked(path: Path) -> bool:
     """Return whether another process has locked a file with `lock_file`.
 
-    Does not take the lock, so a run that starts at the same time is not disturbed. Always False if
-    the file system does not support locks or the operating system is not Linux.
+    This does not take the lock, so it cannot disturb a run that is starting. Always returns False
+    if the file system does not support locks or the operating system is not Linux.
     """
     if sys.platform != "linux":
         return False
@@ -97,8 +96,7 @@ def is_locked(path: Path) -> bool:
 def raise_open_file_limit(wanted: int) -> int:
     """Let this process open `wanted` files, or as many as the hard limit allows.
 
-    Returns `wanted`, or the hard limit if that is lower. A soft limit that is already higher stays
-    unchanged.
+    Returns `wanted`, or the hard limit if that is lower. A higher soft limit is not changed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

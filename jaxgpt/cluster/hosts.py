@@ -25,11 +25,11 @@ _LINE = re.compile(
 def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Hosts, str]:
     """Return the hosts of this job and their source (a variable, `--hosts` or `this host`).
 
-    The first of these that is set determines the hosts: `file`, PBS_NODEFILE, SLURM_JOB_NODELIST,
-    HOSTFILE. If none of them is set, this is the only host.
+    The hosts come from the first of these that is set: `file`, PBS_NODEFILE, SLURM_JOB_NODELIST,
+    HOSTFILE. If none is set, this is the only host.
 
-    A PBS node file often exists only on the job's first host, so in a running job, call this on
-    process 0. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
+    In a running job, call this on process 0, because a PBS node file often exists only on the job's
+    first host. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
     invalid.
     """
     if file is not None:
@@ -102,7 +102,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expand `001-003,007`, keeping leading zeros; return an empty list if malformed."""
+    """Expand `001-003,007`, keeping leading zeros. Return an empty list if malformed."""
     out: list[str] = []
     for word in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
@@ -116,10 +116,10 @@ def _numbers(ranges: str) -> list[str]:
 def address_towards(host: str) -> str:
     """Return this host's IPv4 or IPv6 address on the route to `host`.
 
-    Raises `OSError` if `host` is malformed or does not resolve, or there is no route to it.
+    Raises `OSError` if `host` is malformed or does not resolve, or if there is no route to it.
     """
     for family, kind, _, _, address in _resolve(host, 9, socket.SOCK_DGRAM):
-        # This host may have a route for only one address family (IPv4 or IPv6).
+        # This host may have a route for only one of IPv4 and IPv6.
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
             s.connect(address)  # selects the interface without sending a packet
             return s.getsockname()[0]
@@ -136,9 +136,9 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 def reachable_name() -> str:
     """Return this host's name or, if other hosts cannot use it, its address on the network.
 
-    Other hosts cannot use a name that does not resolve, or that resolves to a loopback address. In
-    that case, the result is the address on the route to 10.255.255.255, which is usually the
-    default route. If there is no network, the name is returned anyway.
+    Other hosts cannot use a name that does not resolve or that resolves to a loopback address. In
+    that case, return the address on the route to 10.255.255.255, usually the default route. Without
+    a network, return the name anyway.
     """
     name = socket.getfqdn()
     try:

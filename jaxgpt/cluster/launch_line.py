@@ -1,4 +1,4 @@
-"""The command line that started the job, and the process that runs it on this host."""
+"""The command line that started the job."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun
 
 
 def launch_line(environ: Mapping[str, str]) -> str | None:
-    """Return the command line that started this job, quoted for a shell; None if it is unknown.
+    """Return the shell-quoted command line that started this job, or None if it is unknown.
 
-    It is known if the job was started by jaxgpt.launch, or by a launcher in `MPIEXEC` that runs on
-    this host.
+    It is known if jaxgpt.launch started the job, or if a launcher in `MPIEXEC` is running on this
+    host.
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
@@ -25,8 +25,8 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 def find_mpiexec() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
-    Returns None if no ancestor of this process on this host has a name in `MPIEXEC`, or if this
-    host has no /proc.
+    Returns None if no ancestor process on this host has a name in `MPIEXEC`, or if there is no
+    /proc.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited

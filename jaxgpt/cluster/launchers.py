@@ -32,17 +32,17 @@ class ProcessLayout:
     """Assignment of a job's processes to hosts."""
 
     hosts: tuple[str, ...]  # hosts that run processes
-    named_by: str  # source of the host names: `--hosts`, a variable, or `this host`
-    host_file: str | None  # path of the host file; None for a node list and for this host
+    named_by: str  # source of `hosts`: `--hosts`, a variable, or `this host`
+    host_file: str | None  # path of the host file, if there is one
     n_processes: int
     per_host: int
-    reason: str  # reason for the number of processes per host, for the log
+    reason: str  # reason for `per_host`, for the log
     machine: Machine | None
     spares: tuple[str, ...] = ()  # hosts of the job that run no processes
 
     @property
     def is_local(self) -> bool:
-        """True if all processes run on this host: no scheduler or file lists the hosts."""
+        """True if no scheduler or file lists the hosts, so all processes run on this host."""
         return self.named_by == "this host"
 
     def __str__(self) -> str:
@@ -51,8 +51,8 @@ class ProcessLayout:
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
-# Builds the launch command for a layout, without the command that each process runs. Raises
-# `UsageError` if an environment variable is invalid.
+# Function that builds the launch command for a layout, up to the command that each process runs.
+# Raises `UsageError` if an environment variable is invalid.
 Launcher = Callable[[ProcessLayout, Mapping[str, str]], list[str]]
 
 
@@ -68,15 +68,15 @@ def place_processes(
     Args:
         n: total number of processes. If None, each host runs `per_host` processes.
         per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
-            None, the default is SLURM_NTASKS_PER_NODE, or else one process per device (without
-            JAX_PLATFORMS=cpu), or else SLURM_TASKS_PER_NODE, or else one. Slots in a host file
-            limit this number. Unless JAX_PLATFORMS=cpu, they also replace the final default of one.
+            None, the default is SLURM_NTASKS_PER_NODE, one process per device (unless
+            JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, or one, in this order. Slots in a host file
+            limit this number and, unless JAX_PLATFORMS=cpu, replace the default of one.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
-        spare: number of hosts at the end of the list to keep free.
+        spare: number of hosts to keep free, at the end of the list.
 
     Raises:
-        UsageError: if the numbers do not fit the hosts, their slots or their devices, or if the
+        UsageError: if the processes do not fit the hosts, their slots or their devices, or if the
             host list or an environment variable is invalid.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
@@ -138,10 +138,10 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
 
 
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each host of the layout with its ranks and their devices.
+    """Return a line for each host with its ranks and their devices.
 
-    The devices come from the environment or the known machine, or else from this host; all hosts
-    are assumed to have the same devices.
+    The devices are taken from the environment, the known machine or this host. All hosts are
+    assumed to have the same devices.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
@@ -167,7 +167,7 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
 
 
 def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the default number of processes per host, and the reason for it."""
+    """Return the default number of processes per host, and its reason."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     if asked := read_int(environ, "SLURM_NTASKS_PER_NODE"):
@@ -188,12 +188,12 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Return the launcher for `layout`, and its name with the reason why it was chosen.
+    """Return the launcher for `layout`, and its name with the reason for choosing it.
 
     On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
-    mpiexec that is installed with this Python. In a Slurm job, this is srun unless PBS_NODEFILE or
-    HOSTFILE lists the hosts. Otherwise, it is an mpiexec, which is run with --version to identify
-    it.
+    mpiexec that is installed with this Python. In a Slurm job, the launcher is srun unless
+    PBS_NODEFILE or HOSTFILE lists the hosts. Otherwise, it is an mpiexec, which is identified by
+    running it with --version.
 
     Raises:
         UsageError: if no supported launcher is found.
@@ -221,7 +221,7 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[La
 
 
 def _site(layout: ProcessLayout, environ: Mapping[str, str]) -> str | None:
-    """Return `on MACHINE` or `in job ID`, or None for an unknown machine without a scheduler."""
+    """Return `on MACHINE` or `in job ID`, or None if neither is known."""
     if layout.machine:
         return f"on {layout.machine.name}"
     jobs = ("PBS_JOBID", "SLURM_JOB_ID")
@@ -229,7 +229,7 @@ def _site(layout: ProcessLayout, environ: Mapping[str, str]) -> str | None:
 
 
 def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Identify `mpiexec` by the output of --version; return its launcher and its name.
+    """Identify `mpiexec` by the output of --version. Return its launcher and name.
 
     Raises `UsageError` if it cannot be run or is not a supported launcher.
     """
@@ -249,7 +249,7 @@ def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, st
     if "Open MPI" in version or "OpenRTE" in version:
         return functools.partial(_open_mpi, mpiexec), "Open MPI"
     if "Intel(R) MPI" in version:
-        # By default, Intel MPI follows the scheduler's placement and ignores -ppn.
+        # In a PBS job, Intel MPI follows the scheduler's placement by default and ignores -ppn.
         placed = "PBS_JOBID" in environ
         prefix = ["env", "I_MPI_JOB_RESPECT_PROCESS_PLACEMENT=0"] if placed else []
         return functools.partial(_hydra, [*prefix, mpiexec]), "Intel MPI"
@@ -263,12 +263,12 @@ def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, st
 
 
 def find_mpiexec(prefer_own: bool = True) -> str:
-    """Return the path of this Python's own mpiexec, or else of the first other one in PATH.
+    """Return the path of the mpiexec next to this Python, or else of another one in PATH.
 
-    With `prefer_own=False`, the one in PATH takes precedence.
+    With `prefer_own=False`, the mpiexec in PATH takes precedence.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if no mpiexec is found.
     """
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     own_folder = os.path.realpath(os.path.dirname(sys.executable))
@@ -284,7 +284,7 @@ def find_mpiexec(prefer_own: bool = True) -> str:
 
 
 def _own_mpiexec() -> str | None:
-    """Return the path of the mpiexec that is installed with this Python, if any."""
+    """Return the path of the mpiexec next to this Python, if there is one."""
     own = Path(sys.executable).parent / "mpiexec"
     return str(own) if os.access(own, os.X_OK) else None
 
@@ -301,7 +301,7 @@ def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> li
     line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
     if layout.named_by == "PBS_NODEFILE":
         line += ["--hostfile", layout.host_file]
-    elif not layout.is_local:  # PALS does not support slots in a user's file
+    elif not layout.is_local:  # PALS does not support slots in host files
         line += ["--hosts", ",".join(layout.hosts)]
     if machine and machine.cpu_bind and machine.devices_per_host % per_host == 0:
         # Bind a process to the cores of all its devices.
@@ -314,8 +314,8 @@ def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> li
 
 
 def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    # Ignore slots, and do not bind: a JAX process uses many cores, but Open MPI binds each process
-    # of a two-process job to a single core.
+    # Ignore slots, and do not bind: a JAX process uses many cores, but Open MPI would bind each
+    # process of a two-process job to a single core.
     line = [mpiexec, "-n", str(layout.n_processes), "--bind-to", "none", "--map-by"]
     if layout.is_local:
         return [*line, ":OVERSUBSCRIBE"]
@@ -326,7 +326,7 @@ def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -
 
 
 def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    # Without --wait, srun waits forever for the other processes after one has died.
+    # Without --wait, if a process dies, srun waits forever for the others.
     line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
     line.append(f"--ntasks-per-node={layout.per_host}")
     if layout.named_by == "--hosts":
@@ -343,7 +343,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 
 
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
-    """Return the CPUs per process (at most an equal share of the allocation), or 0 if unknown."""
+    """Return the number of CPUs per process (at most an equal share), or 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
     asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun 22.05 and later ignore it
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
@@ -352,5 +352,5 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
 
 
 def _least(counts: str) -> int:
-    """Return the smallest of Slurm's counts per host, such as 8 for `16,8(x2)`, or 0 if none."""
+    """Return the smallest count in a Slurm list, such as 8 for `16,8(x2)`, or 0 if it is empty."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

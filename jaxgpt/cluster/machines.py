@@ -16,20 +16,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts about a machine that are needed to run jobs on it."""
+    """Facts about a machine, needed to run jobs on it."""
 
     name: str
-    # Regular expression that matches whole host names, short or full, in lower case. None if
-    # other machines use the same names.
+    # Regular expression for whole host names, short or full, in lower case. None if other machines
+    # use the same names.
     host_names: str | None = None
-    # Environment variable -> regular expression to search for in its value. A match with any
-    # variable takes precedence over host names.
+    # Environment variable -> regular expression to search for in its value. A match takes
+    # precedence over host names.
     variables: Mapping[str, str]
     device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
     high_speed_suffix: str | None = None  # suffix of host names on the high-speed network
-    cpu_bind: str | None = None  # for PALS's mpiexec: `list:` and the cores of each device
-    cpus_per_host: int | None = None  # logical CPUs that Slurm allocates on a host
+    cpu_bind: str | None = None  # for PALS: `list:` and the cores of each device
+    cpus_per_host: int | None = None  # number of logical CPUs that Slurm allocates per host
     srun_options: str = ""  # placeholders: {cpus} and {devices} per process
 
 
@@ -38,7 +38,7 @@ def _alcf(
 ) -> Machine:
     """Return an ALCF machine.
 
-    PBS_JOBID looks like 123.aurora-pbs-0001..., and PBS_O_HOST is the name of a login host.
+    PBS_JOBID looks like 123.aurora-pbs-0001..., and PBS_O_HOST is a login host.
     """
     prefix = name.lower()
     return Machine(
@@ -69,7 +69,7 @@ MACHINES = (
     # Jobs", example 4, uses this binding.
     _alcf("Aurora", _AURORA_NODES, "pvc", 12, _AURORA_SUFFIX, cpu_bind=_AURORA_CPUS),
     # Test machine for Aurora, with the same nodes. [ezpz] uses the same binding for both. Its
-    # recorded jobs and [ALCF] "Known Issues" name racks x1921 and x1922. (ALCF's Crux is x1000.)
+    # recorded jobs and [ALCF] "Known Issues" mention racks x1921 and x1922. (ALCF's Crux is x1000.)
     _alcf("Sunspot", r"x192[12]c\ds\db\dn\d", "pvc", 12, None, cpu_bind=_AURORA_CPUS),
     # [ALCF] 24 DGX A100 nodes, 22 of them with 40 GB GPUs; Open MPI. Suffix: [ezpz].
     _alcf("Sophia", r"sophia-[\w-]+", "a100", 8, ".lab.alcf.anl.gov"),
@@ -99,7 +99,7 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """Return the machine that a host belongs to, or None if it is not in `MACHINES`.
+    """Return a host's machine, or None if it is not in `MACHINES`.
 
     The variables in `environ` take precedence over `host_name`, which may be short or full.
     """
@@ -114,9 +114,9 @@ def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
 
 
 def high_speed_name(machine: Machine | None, host: str) -> str:
-    """Return the name of a host (given by its short or full name) on the high-speed network.
+    """Return a host's name on the high-speed network.
 
-    Returns `host` unchanged if the machine has no known high-speed network.
+    `host` is a short or full name. It is returned unchanged if no high-speed network is known.
     """
     if machine is None or machine.high_speed_suffix is None:
         return host

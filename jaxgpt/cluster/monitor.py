@@ -1,7 +1,7 @@
 """Thread that connects a process to its job and detects failures and hangs.
 
-Every process except process 0 has one TCP connection to process 0. The thread serves it, so a
-process still answers while its main thread compiles for an hour. Each message is one line of JSON:
+Every other process has one TCP connection to process 0. The thread serves it, so a process still
+answers while its main thread compiles for an hour. Each message is one line of JSON:
 
     ["beat", number, activity, overdue, words]  Both ways: I am alive and have made this progress.
     ["gather", value]     To process 0: this is my value for a collective.
@@ -12,8 +12,8 @@ process still answers while its main thread compiles for an hour. Each message i
     ["stacks"]            Both ways: the job hangs, so write the stacks of your threads to a file.
     ["bye"]               Both ways: I am leaving the job without an error.
 
-Process 0 decides that the job has failed if a process reports an error, loses its connection, is
-silent for too long, or makes no progress. The other processes only watch process 0.
+Process 0 terminates the job if a process reports an error, loses its connection, is silent for too
+long, or makes no progress. The other processes only watch process 0.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ MAX_LINE = 2**30  # bytes per message
 
 
 class HangLimit(NamedTuple):
-    """Time after which a silent process or a slow activity counts as a hang."""
+    """Time after which silence or a slow activity counts as a hang."""
 
     seconds: float
     setting: str  # the user's setting, such as `train.hang_timeout=30`
@@ -56,9 +56,9 @@ class HangLimit(NamedTuple):
 class Progress(NamedTuple):
     """Progress of a process. The process with the lowest `number` is the furthest behind."""
 
-    number: int = 0  # of the activity; all processes go through the same activities
+    number: int = 0  # of the activity; all processes have the same activities
     activity: str = "the start"
-    is_overdue: bool = False  # whether the activity has exceeded its time limit
+    is_overdue: bool = False  # whether the activity exceeds its time limit
 
 
 class Peer:
@@ -76,7 +76,7 @@ class Peer:
 class Monitor:
     """Monitors a job from one of its processes, and terminates it if any process fails or hangs.
 
-    A single-process job does not call `connect`. If it calls `start`, the thread detects hangs.
+    A single-process job calls `start` instead of `connect`, to detect hangs.
     """
 
     def __init__(self, limit: HangLimit | None = None):
@@ -84,9 +84,9 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
-        self.stalled = 0.0  # seconds during which the OS did not run this process
-        self.on_hang: Callable[[], None] = lambda: None  # called on a hang, before the exit
-        self.advice = ""  # appended to the report of a hang
+        self.stalled = 0.0  # seconds in which the OS did not run this process
+        self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
+        self.advice = ""  # appended to the hang report
         self._limit = limit
         self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
         self._progress, self._words = Progress(), ""
@@ -113,10 +113,9 @@ class Monitor:
         """Connect all processes to process 0, and start the thread.
 
         `connection` is a listening socket on process 0, and a socket connected to process 0 on the
-        other processes. Process 0 waits for all other processes, but they do not wait. If some
-        processes do not connect within `timeout` seconds, process 0 lists them and terminates the
-        job. It also terminates the job if a process has a wrong rank or size. In both cases, the
-        status is 1.
+        others. Only process 0 waits for the others. If some processes do not connect within
+        `timeout` seconds, process 0 lists them and terminates the job. It also terminates the job
+        if a process has a wrong rank or size. In both cases, the status is 1.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -140,9 +139,8 @@ class Monitor:
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
         """Report that `activity` is starting.
 
-        If there is a `HangLimit`, and the activity takes longer than both its limit and
-        `min_seconds`, the job ends with status 70. All processes must report the same activities in
-        the same order.
+        With a `HangLimit`, the job ends with status 70 if the activity takes longer than both the
+        limit and `min_seconds`. All processes must report the same activities in the same order.
         """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
@@ -154,14 +152,14 @@ class Monitor:
     def send(self, words: str) -> None:
         """Piggyback a message on the heartbeats to process 0, which keeps it in `received`.
 
-        It replaces this process's previous message, and must not be empty.
+        It replaces the previous message, and must not be empty.
         """
         self._words = words
         if self.rank == 0:
             self.received[0] = words
 
     def watch_pipe(self, pipe: int, receive: Callable[[], None]) -> None:
-        """Call `receive` in the monitor's thread whenever file descriptor `pipe` is readable.
+        """Call `receive` in the monitor's thread whenever `pipe` (a file descriptor) is readable.
 
         This starts the thread.
         """
@@ -171,17 +169,17 @@ class Monitor:
     def write_stacks_to(self, directory: Path) -> None:
         """If the job hangs, write this process's stacks to hang-RANK.txt in `directory`.
 
-        The report of the hang then says where these files are.
+        The hang report then includes this location.
         """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
         self.advice += "resume, start again with the same --out"
 
     def end_job(self, report: str, status: int) -> None:
-        """Print `report` and terminate all processes with `status`, unless another failed first.
+        """Print `report` and terminate all processes with `status`.
 
-        In that case, the other process's report and status are used. Returns only if it is called
-        in the monitor's own thread, which then terminates the job.
+        If another process has failed first, its report and status are used instead. Returns only if
+        called in the monitor's thread, which then terminates the job.
         """
         flush_stdout()
         if self._thread is None:
@@ -197,9 +195,9 @@ class Monitor:
         The block starts MPI, which waits for all processes. The waiting process with the lowest
         rank prints the missing ranks and exits, and the launcher then terminates the job. The
         others wait `ANSWER` seconds longer. If the hosts do not share the home directory, processes
-        on other hosts count as missing. If it is not writable, the report lists no ranks, and it is
-        process 0 that exits first. This starts the thread, which may create files in
-        ~/.cache/jaxgpt and removes them afterwards.
+        on other hosts count as missing. If it is not writable, process 0 exits first, without
+        listing ranks. This starts the thread, which may create files in ~/.cache/jaxgpt and removes
+        them afterwards.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -212,7 +210,7 @@ class Monitor:
         """Leave the job and stop the thread.
 
         This waits at most `ANSWER` seconds for the other processes to close their connections. If
-        the job is failing, the thread terminates this process.
+        the job is failing, this process is terminated.
         """
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
@@ -225,7 +223,7 @@ class Monitor:
     def _run(self, is_up: threading.Event) -> None:
         try:
             asyncio.run(self._main(is_up))
-        except BaseException:  # a bug here must not leave the job without a monitor
+        except BaseException:  # after a bug here, the job would have no monitor
             report_and_end(traceback.format_exc(), FAILED)
 
     async def _main(self, is_up: threading.Event) -> None:
@@ -240,7 +238,7 @@ class Monitor:
             for peer in self._peers.values():
                 peer.send("bye")
             # Let the other side close first. If this side closed with unread data, the kernel would
-            # reset the connection, and "bye" could be lost.
+            # reset the connection and "bye" could be lost.
             await self._until_gone(self._peers.keys(), ANSWER)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
@@ -261,7 +259,7 @@ class Monitor:
         self._tasks.create_task(self._measure_stalls())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a process of this job; disconnect unrelated programs."""
+        """Accept a process of this job. Disconnect unrelated programs."""
         try:
             rank, size = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
             fits = size == self.size and 0 < rank < size and rank not in self._peers
@@ -301,7 +299,7 @@ class Monitor:
                 self._receive(rank, peer, message)
         except OSError as error:
             if not isinstance(error, ConnectionResetError | BrokenPipeError):  # not killed
-                loss = f"is unreachable: {error.strerror}"  # its host does not respond
+                loss = f"is unreachable: {error.strerror}"  # the host does not respond
         del self._peers[rank]
         peer.writer.close()
         if message != ["bye"] and not self._closing.is_set():
@@ -327,7 +325,7 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """On process 0, add one process's value to a collective; reply to all if it is the last."""
+        """On process 0, add a process's value to a collective. After the last one, reply to all."""
         self._parts[rank] = value
         if len(self._parts) == self.size:
             answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
@@ -336,7 +334,7 @@ class Monitor:
                 peer.writer.write(answer)
             self._gathered.put(json.loads(answer)[1])
 
-    # Detecting hangs. The clocks tick at each heartbeat, so they stop if this process is stopped.
+    # Hang detection. The clocks advance at each heartbeat, so they stop if this process is stopped.
 
     def _announce(self) -> None:
         """Send a heartbeat to all peers."""
@@ -367,7 +365,7 @@ class Monitor:
         silent = self._silent(limit.seconds)
         overdue = self.rank == 0 and any(p.is_overdue for p in self._known().values())
         # If a process may have been stopped, wait until it has been silent for long enough, so that
-        # the report names that process and not the processes waiting for it.
+        # the report names it and not the processes waiting for it.
         if not silent and (not overdue or self._silent(3 * self._interval)):
             return
         for peer in self._peers.values():
@@ -378,11 +376,11 @@ class Monitor:
         self._fail(f"error: {report}{self.advice}\n", HUNG)
 
     def _note_hang(self) -> None:
-        # Use another thread, because the cause of the hang may be a file system or a pipe.
+        # Use another thread, because the hang may be in a file system or a pipe.
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up the delays of this thread's wake-ups. Busy cores alone cause no delay."""
+        """Add up the delays of this thread's wake-ups. Busy cores alone do not delay them."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -391,7 +389,7 @@ class Monitor:
             if late > TICK / 2:
                 self.stalled += late
 
-    # Terminating a failed job.
+    # Termination of a failed job.
 
     def _fail(self, report: str, status: int, delay: float = SETTLE) -> None:
         """Terminate the job. Print `report`, unless process 0 knows of an earlier failure."""
@@ -403,22 +401,22 @@ class Monitor:
         if 0 in self._peers and not self._silent(3 * self._interval):
             self._peers[0].send("failed", self._report[1])
             await asyncio.sleep(2 * ANSWER)
-        # Process 0 is lost or stopped. Process 1 reports the error, and so does the first process
-        # on another host, because the host of processes 0 and 1 may be lost.
+        # Process 0 is lost or stopped, so process 1 reports the error. So does the first process on
+        # another host, because the host of processes 0 and 1 may be lost.
         elsewhere = (r for r, name in enumerate(self.host_names) if name != self.host_names[0])
         if self.rank in (1, next(elsewhere, 1)):
             report_and_end(*self._report)
-        # Let those processes report first: when one process exits, MPI's launcher kills the others.
-        # The wait can be short if process 0 is lost, because all processes notice it immediately.
+        # Let those processes report first, because the MPI launcher kills the others when a process
+        # exits. If process 0 is lost, a short wait suffices, because all processes notice it at
+        # once.
         await asyncio.sleep(ANSWER if 0 in self._peers else SETTLE)
         end_process(self._report[1])
 
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
         """On process 0, let `rank` report the job's first error, then terminate all processes.
 
-        Later errors are ignored. When a process is lost, others fail too, so an ordinary error is
-        reported only after `delay` seconds. If a lost process is noticed in the meantime, it takes
-        precedence.
+        Later errors are ignored. A lost process makes others fail too, so an ordinary error is
+        reported only after `delay` seconds, unless a lost process is noticed in the meantime.
         """
         self._is_failing = True
         await asyncio.sleep(delay)
@@ -432,8 +430,8 @@ class Monitor:
             await self._until_gone({rank}, ANSWER)
         for peer in self._peers.values():
             peer.send("end", status)
-        # Terminate the others first. They would print pages of JAX errors if process 0, which runs
-        # JAX's coordinator, exited before them.
+        # Terminate the others first. They would print pages of JAX errors if JAX's coordinator on
+        # process 0 exited before them.
         await self._until_gone(self._peers.keys() - self._silent(3 * self._interval), ANSWER)
         report_and_end("", status)
 
@@ -445,22 +443,22 @@ class Monitor:
     async def _limit_arrival(self, launch: Launch, timeout: float) -> None:
         """Terminate this process after `timeout` seconds, listing the processes that did not start.
 
-        MPI cannot say which processes are missing. Instead, after half of the timeout, each waiting
-        process creates a file in a folder that all hosts share.
+        MPI cannot tell which processes are missing. Therefore, after half of the timeout, each
+        waiting process creates a file in a folder that all hosts share.
         """
         await asyncio.sleep(timeout / 2)
-        home = os.environ.get("HOME") or "/tmp"  # without $HOME, no shared folder is known
+        home = os.environ.get("HOME") or "/tmp"  # no shared folder without $HOME
         folder = Path(home, ".cache/jaxgpt/starting", job_name(os.environ))
         arrived = set()
         try:
-            with contextlib.suppress(OSError):  # not writable: name no processes
+            with contextlib.suppress(OSError):  # not writable: list no ranks
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
             if folder.is_dir():
                 arrived = {int(file.name) for file in folder.iterdir()}
             if launch.rank > min(arrived, default=0):
-                await asyncio.sleep(ANSWER)  # the lowest rank reports; its exit ends the job
+                await asyncio.sleep(ANSWER)  # the lowest rank reports and exits first
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         missing = set(range(launch.size or 0)) - arrived if arrived else ()
@@ -475,7 +473,7 @@ def encode(*message: Any) -> bytes:
 def keep_alive(writer: asyncio.StreamWriter) -> None:
     """Make the kernel close the connection if the peer sends no ACK for `LOST_HOST` seconds.
 
-    macOS lacks some of the options that set this time, so it may take longer there.
+    On macOS, which lacks some of the options, it may take longer.
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -484,7 +482,7 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
         "TCP_USER_TIMEOUT": LOST_HOST * 1000,
     }  # fmt: skip
     for name, value in options.items():
-        if hasattr(socket, name):  # macOS lacks some of them
+        if hasattr(socket, name):  # some are missing on macOS
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
 
 
@@ -495,9 +493,10 @@ def _write_stacks(file: Path) -> None:
 
 
 def _missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
-    """Return the error line for processes that did not start. It names up to 20 `missing` ranks.
+    """Return the error line for processes that did not start. It lists up to 20 `missing` ranks.
 
-    `missing` is empty and `size` is None if they are unknown. `timeout` is in seconds.
+    `missing` is empty if the ranks are unknown, and `size` is None if it is unknown. `timeout` is
+    in seconds.
     """
     names = ", ".join(map(str, sorted(missing)[:20])) + (" ..." if len(missing) > 20 else "")
     which = f"{len(missing)} of {size}" if missing else f"some of the {size or ''}".rstrip()
@@ -511,12 +510,11 @@ def _missing_sentence(missing: Collection[int], size: int | None, timeout: float
 def hang_sentence(
     silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
 ) -> str:
-    """Return a sentence that says which processes hang, what they were doing, and which ones wait.
+    """Return a sentence on which processes hang, in which activity, and which processes wait.
 
-    The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind;
-    the activity is what the lowest of these ranks was doing. `known` maps ranks to their progress,
-    and lacks the ranks whose progress is unknown. `hosts` has the host name of each rank; if it is
-    empty, no hosts are named.
+    The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind.
+    The activity is that of the lowest of these ranks. `known` maps ranks to their progress, as far
+    as it is known. `hosts` has the host name of each rank; if it is empty, no hosts are named.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))
@@ -544,8 +542,8 @@ def hang_sentence(
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
     """Return "process 3 on host a", "processes 0, 1 and 2" and so on.
 
-    It names at most 8 of the `ranks` and gives the number of the others. `hosts` has the host name
-    of every process of the job, indexed by rank; if it is empty, no hosts are named.
+    At most 8 of the `ranks` are listed; the others are counted. `hosts` has the host name of each
+    rank; if it is empty, no hosts are named.
     """
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

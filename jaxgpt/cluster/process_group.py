@@ -31,16 +31,15 @@ from jaxgpt.config import Config, UsageError
 
 T = TypeVar("T")
 
-INIT_TIMEOUT: float = Config.init_timeout  # seconds; for commands that lack this setting
+INIT_TIMEOUT: float = Config.init_timeout  # seconds; for commands without this setting
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of one job, as seen by one of them.
+    """The processes of a job, as seen by one of them.
 
-    The job lasts as long as the group's `with` block. If the job has several processes, an
-    exception that propagates out of the block on one of them is reported, and all of them are
-    terminated.
+    The job lasts as long as the group's `with` block. In a job with several processes, an exception
+    that propagates out of the block is reported, and all processes are terminated.
     """
 
     launcher: str
@@ -48,8 +47,8 @@ class ProcessGroup:
     size: int = 1
     local_rank: int = 0  # index of this process on its host, from 0
     local_size: int = 1  # number of processes on this host
-    hosts: tuple[int, ...] = (0,)  # for each process, the rank of the first process on its host
-    host_names: tuple[str, ...] = ("localhost",)  # for each process, the name of its host
+    hosts: tuple[int, ...] = (0,)  # by rank: the first rank on the same host
+    host_names: tuple[str, ...] = ("localhost",)  # by rank
     machine: Machine | None = None  # None if not in MACHINES
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT  # seconds to wait for other processes at startup
@@ -62,7 +61,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.size > 1:  # including SystemExit: others still run
+        if error is not None and self.size > 1:  # even SystemExit, because others still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
         self.monitor.close()  # leave MPI running; it can be initialised only once
@@ -73,7 +72,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return process 0's `value` (see `allgather`), and ignore the values of other processes.
+        """Return process 0's `value` (see `allgather`) on all processes.
 
         All processes must call this.
         """
@@ -102,9 +101,8 @@ class ProcessGroup:
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function` on every process, and return this process's result.
 
-        If any of the calls raises a `UsageError`, all processes raise a `UsageError` with the
-        message from the lowest rank, even if that process raised a subclass. All processes must
-        call this.
+        If any call raises a `UsageError` or a subclass, all processes raise a plain `UsageError`
+        with the message of the lowest such rank. All processes must call this.
         """
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
@@ -122,8 +120,8 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 def own_host(group: ProcessGroup) -> str:
     """Return a name or address at which all processes can reach this host.
 
-    Call this only on process 0. If all processes run on this host, the result is 127.0.0.1.
-    Otherwise, it is the host in JAXGPT_COORDINATOR if that is set.
+    Call this only on process 0. Returns 127.0.0.1 if all processes run on this host; otherwise, the
+    host in JAXGPT_COORDINATOR, if set, takes precedence.
     """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 
@@ -139,14 +137,14 @@ def join_process_group(
 ) -> ProcessGroup:
     """Wait until all processes of the job have started, and connect them, without using JAX.
 
-    If some do not start in time, the job ends with status 1 and an error that lists them if they
-    are known. It also ends with status 1 if ranks or sizes contradict each other. In a job with
-    several processes, this starts the monitor's thread. An MPI launcher's processes initialise MPI.
+    If some processes do not start in time, the job ends with status 1 and an error that lists them
+    if possible. It also ends with status 1 if ranks or sizes contradict each other. In a job with
+    several processes, this starts the monitor's thread. Under an MPI launcher, it initialises MPI.
 
     Args:
         timeout: seconds to wait for the other processes.
         limit: how long a process may be silent or make no progress before the job ends with status
-            70; None means no limit.
+            70. None means no limit.
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:
@@ -166,7 +164,7 @@ def join_process_group(
         except UsageError as error:
             if not started_by_srun(os.environ):
                 raise
-            # Slurm's variables are sufficient, whichever MPI mpi4py was built with.
+            # Slurm's variables are sufficient.
             launch = slurm_step(os.environ)
             notes = (f"continuing without MPI, using Slurm's variables: {error}",)
     rank, size = launch.rank, launch.size or 1
@@ -174,7 +172,7 @@ def join_process_group(
         at = launch.address
         connection = connect_to_rank0(at, rank, timeout) if rank else listen(at)
     if connection is not None:
-        raise_open_file_limit(size + 100)  # process 0 has one connection for each process
+        raise_open_file_limit(size + 100)  # process 0 has a connection to each process
         monitor.connect(rank, size, connection, timeout)
     places = [tuple(place) for place in monitor.allgather(_host_identity())]
     first = {place: rank for rank, place in reversed(list(enumerate(places)))}
@@ -198,10 +196,10 @@ def join_process_group(
 
 
 def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
-    """Return the group of this process; raise `UsageError` if a launcher started several.
+    """Return the group of a single process.
 
-    `what` names the caller, and `otherwise` is appended to the error. Also raises whatever
-    `join_process_group` raises.
+    Raises `UsageError` if a launcher started several processes. The message starts with `what` and
+    ends with `otherwise`. Also raises whatever `join_process_group` raises.
     """
     cluster = join_process_group()
     if cluster.size > 1:
@@ -213,21 +211,21 @@ def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
 
 
 def _host_identity() -> list[str]:
-    """Return this host's name and its boot ID ("" if unknown), as a list.
+    """Return [host name, boot ID or ""] for this host.
 
-    The boot ID distinguishes hosts of the same name.
+    The boot ID distinguishes hosts with the same name.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
 
 
 def start_mpi(launch: Launch, for_threads: bool = False) -> str:
-    """Initialise MPI, which waits for all processes, and return the name of the MPI library.
+    """Initialise MPI, which waits for all processes. Return the name of the MPI library.
 
     With `for_threads`, several threads may use MPI. MPI is finalized when the process exits.
 
-    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. The error
-    is a `SingleRankUsageError` if the other processes may not notice the problem.
+    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. This is a
+    `SingleRankUsageError` if the other processes may not notice the problem.
     """
     try:
         import mpi4py
@@ -264,7 +262,7 @@ def start_mpi(launch: Launch, for_threads: bool = False) -> str:
 def _connect_over_mpi(
     launch: Launch, machine: Machine | None
 ) -> tuple[Launch, socket.socket | None]:
-    """Return the launch with MPI's rank and size, and the socket for `Monitor.connect`.
+    """Return `launch` with the rank and size from MPI, and the socket for `Monitor.connect`.
 
     All processes call this together, after `start_mpi`. The socket is None for a single process.
     Raises `PeerLost` if process 0 cannot be reached within `ANSWER` seconds or cannot listen on a
@@ -309,7 +307,7 @@ def listen(address: str) -> socket.socket:
 def connect_to_rank0(address: str, rank: int, timeout: float) -> socket.socket:
     """Return a socket connected to process 0 at host:port, retrying until process 0 listens.
 
-    The socket has a timeout of `ANSWER` seconds. Raises `PeerLost` if attempts still fail after
+    The socket's timeout is `ANSWER` seconds. Raises `PeerLost` if connecting still fails after
     `timeout` seconds.
     """
     host, _, port = address.rpartition(":")

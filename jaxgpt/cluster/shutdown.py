@@ -1,4 +1,4 @@
-"""Ending a job: all processes together, with an exit status that a job script can act on."""
+"""Terminating all processes of a job, with an exit status that job scripts can act on."""
 
 import contextlib
 import faulthandler
@@ -38,7 +38,7 @@ def end_process(status: int) -> NoReturn:
 def report_and_end(report: str, status: int) -> NoReturn:
     """Print a report to stderr, then terminate this process and, under MPI, the whole job.
 
-    Nothing is printed for an empty report, and no newline is added.
+    No newline is added.
     """
     if report:
         print(report, file=sys.stderr, end="", flush=True)
@@ -47,9 +47,9 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """Terminate all MPI processes of the job with `status`, including this one and stopped ones.
+    """Terminate all MPI processes of the job with `status`, even stopped processes.
 
-    Returns only if this is the job's only process, or MPI is not running in it. If MPI does not
+    Returns only if this is the job's only process, or if MPI is not running. If MPI does not
     terminate the processes within `ANSWER` seconds, this process exits with status 1. stdout and
     stderr are redirected to /dev/null first.
     """
@@ -57,8 +57,8 @@ def abort_mpi(status: int) -> None:
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, there are no others to terminate
         time.sleep(SETTLE)  # give the launcher time to forward the output
-        _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's own message
-        faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # in case Abort hangs
+        _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's message
+        faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # if Abort hangs
         mpi.COMM_WORLD.Abort(status)
 
 
@@ -77,10 +77,10 @@ def flush_stdout() -> None:
 
 
 def report_of(error: BaseException) -> tuple[str, int]:
-    """Return the text to print for an exception that terminates the job, and the exit status.
+    """Return the report and the exit status for an exception that terminates the job.
 
-    The text is `error: ` and the message for `UsageError` (status 2) and `PeerLost` (1), empty for
-    Ctrl-C (130), and a traceback for other exceptions (1).
+    The report is `error: MESSAGE` for `UsageError` (status 2) and `PeerLost` (1), empty for Ctrl-C
+    (130), and a traceback for other exceptions (1).
     """
     if isinstance(error, UsageError | PeerLost):
         return f"error: {error}\n", BAD_USAGE if isinstance(error, UsageError) else FAILED
@@ -95,14 +95,14 @@ def job_exit_handler() -> Iterator[None]:
 
     - `UsageError` exits with status 2. Only process 0 prints the message, so all processes must
       raise the error.
-    - `SingleRankUsageError` exits with 2. Each process that raises it prints its own message. Under
+    - `SingleRankUsageError` exits with 2. Each process that raises it prints the message. Under
       MPI, it terminates the whole job.
     - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
       Under MPI, both terminate the whole job.
     - Other exceptions print a traceback and exit with 1. In a job with several processes, they
       terminate this process at once and, under MPI, the whole job.
-    - If the reader of stdout has exited, as with `| head`, a single process exits with 141, as if
-      killed by SIGPIPE.
+    - If the reader of stdout has exited, as with `| head`, a single-process job exits with 141, as
+      if killed by SIGPIPE.
 
     Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
     instead: it terminates all processes and prints only the first error. A command-line argument
@@ -128,7 +128,7 @@ def job_exit_handler() -> Iterator[None]:
     except (KeyboardInterrupt, PeerLost) as error:
         end_with(error)
     except Exception as error:
-        if find_launch(os.environ).through is not None:  # exit, so that the others end too
+        if find_launch(os.environ).through is not None:  # exit, so that the others exit too
             end_with(error)
         if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise
@@ -137,7 +137,7 @@ def job_exit_handler() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for closed standard streams, so that no other file gets their descriptors."""
+    """Open closed standard streams as /dev/null, so that no other file gets their descriptors."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -152,7 +152,7 @@ def _redirect_to_null(*descriptors: int) -> None:
 
 
 def nobody_reads() -> bool:
-    """Return whether the other end of stdout is closed, as when the reader of a pipe exits."""
+    """Return whether the reader of stdout has exited."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,4 +1,4 @@
-"""Stopping a run after a step, because of a signal or a time limit."""
+"""Stopping a run after a step, on a signal or at a time limit."""
 
 import atexit
 import os
@@ -13,30 +13,29 @@ from typing import NamedTuple
 from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
 
-# Signals that stop a run after a step. Slurm sends USR1 or USR2 if sbatch was given --signal. The
-# time limit sends ALRM.
+# Signals that stop a run after a step. Slurm sends USR1 or USR2 with `sbatch --signal`. The time
+# limit sends ALRM.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 class TimeLimit(NamedTuple):
-    """Time until a run must stop or its job ends, and the source of this limit."""
+    """Time until a run must stop or its job ends."""
 
     seconds: float | None = None  # None for no limit
     line: str = ""  # source of the limit, for the log
-    ends_job: bool = False  # whether the scheduler then kills the job, losing unsaved work
+    ends_job: bool = False  # whether the scheduler then kills the job
 
 
 def margin(seconds: float, save: float, step: float) -> float:
     """Return how many seconds before the end of a job to stop, so that a checkpoint can be saved.
 
-    Stopping waits for the current step and the next one, because the processes must agree on a
-    step. A short job still trains for three quarters of its time, if 1.5 times `save` fits into
-    the remaining quarter.
+    A run stops after the current step or the next one, because the processes must agree on a step.
+    A short job still trains for three quarters of its time if the rest suffices for 1.5 saves.
 
     Args:
         seconds: seconds from the start of the run to the end of the job.
-        save: seconds that the slowest save so far took, until its last file was written.
-        step: seconds that the slowest step so far took, including its evaluation and checkpoint.
+        save: duration of the slowest save so far, in seconds.
+        step: duration of the slowest step so far in seconds, including evaluation and checkpoint.
     """
     return min(max(SAVE_MARGIN, 3 * save, save + 2 * step), max(seconds / 4, 1.5 * save))
 
@@ -44,8 +43,8 @@ def margin(seconds: float, save: float, step: float) -> float:
 class StopSignal:
     """Makes all processes stop after the same step, on a signal or at a time limit.
 
-    A second Ctrl-C, more than `DEBOUNCE` seconds after the first, terminates the job with status
-    130 and without a checkpoint.
+    A second Ctrl-C, more than `DEBOUNCE` seconds later, terminates the job with status 130 and
+    without a checkpoint.
     """
 
     def __init__(
@@ -59,15 +58,14 @@ class StopSignal:
         This starts the monitor's thread and, with a time limit, the process's alarm timer.
 
         Args:
-            monitor: its thread receives signals at once. Python's own handlers would wait until
+            monitor: its thread receives signals at once, whereas Python's handlers would wait until
                 the main thread has finished compiling.
-            limit: time limit of the run on process 0; None on other processes, which log nothing.
-            sync_point: function that takes a step and whether this process has just been asked to
-                stop. It returns whether all processes stop after the step, or None in a
-                single-process job.
+            limit: the run's time limit on process 0; None on other processes, which log nothing.
+            sync_point: takes a step and whether this process has just been asked to stop. Returns
+                whether all processes stop after the step, or None in a single-process job.
         """
         self.reason: str | None = None
-        # Prints a line. Once the log is open, it replaces this function.
+        # Prints a line. Replaced once the log is open.
         self.say = lambda line: print(line, file=sys.stderr, flush=True)
         self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
         self._forwarded, self._interrupted = False, 0.0
@@ -85,7 +83,7 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line that says when the run will stop, and why, or why there is no limit.
+        """Return a log line with the time limit and its source, or why there is no limit.
 
         Call this on process 0, which has the limit.
         """
@@ -109,9 +107,9 @@ class StopSignal:
         return margin(self._limit.seconds, self._save_seconds, self._step_seconds)
 
     def allow_for_save(self, seconds: float) -> None:
-        """Leave enough time before the end of the job for a checkpoint that takes `seconds`.
+        """Reserve enough time at the end of the job for a checkpoint that takes `seconds`.
 
-        Prints a line if the run now has to stop earlier and has not been asked to stop yet.
+        Prints a line if this makes the run stop earlier.
         """
         self._learn(save=seconds)
 
@@ -148,7 +146,7 @@ class StopSignal:
             leave = "; Ctrl-C again exits at once, without one" if number == signal.SIGINT else ""
             try:
                 self.say(f"{self.reason}: stopping after {step}, with a checkpoint{leave}")
-            except BrokenPipeError:  # Ctrl-C also killed the `tee` that the run prints to
+            except BrokenPipeError:  # Ctrl-C also killed a `tee` that reads the output
                 return
 
     def reached(self, step: int) -> bool:
@@ -174,13 +172,13 @@ def time_limit(
     """Return the time limit, counted from now.
 
     Args:
-        setting: the value of train.time_limit: minutes since the process started, "auto" for the
-            end of the scheduler's job, or None for no limit. In a PBS job, "auto" runs qstat.
+        setting: train.time_limit: minutes since the process started, "auto" for the end of the
+            scheduler's job, or None for no limit. In a PBS job, "auto" runs qstat.
         passed: seconds since the process started.
         environ: environment variables.
 
     Returns:
-        The limit. Its seconds are None if there is no limit or the end of the job is unknown, and
+        The limit. `seconds` is None if there is no limit or the end of the job is unknown, and
         negative if the time has passed.
     """
     if setting != "auto":
@@ -204,7 +202,7 @@ def time_limit(
 
 
 def pbs_seconds(text: str, now: float) -> float | None:
-    """Return the walltime in seconds that a job has left at `now` (Unix time), or None if unknown.
+    """Return a job's remaining walltime in seconds at `now` (Unix time), or None if unknown.
 
     `text` is the output of `qstat -f`. It contains the job's start time, in local time, as `stime`
     (PBS Professional and OpenPBS) or `start_time` (Torque).
@@ -222,7 +220,7 @@ def pbs_seconds(text: str, now: float) -> float | None:
 
 
 def ask(*command: str) -> tuple[str, str]:
-    """Run a scheduler's command; return (its output, "") or, if it fails, ("", the problem).
+    """Run a scheduler's command. Return (output, "") or, if it fails, ("", problem).
 
     The command fails if it cannot start, exits with a nonzero status, or takes more than `COMMAND`
     seconds.

@@ -1,4 +1,4 @@
-"""Restarting a job within its allocation until it is done: `jaxgpt.launch --restarts`."""
+"""Restarting a job within its allocation until it is done, for `jaxgpt.launch --restarts`."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ from jaxgpt.cluster.monitor import keep_alive
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SLOW_DISK
 
-# Exit statuses after which a restart would fail in the same way or is not wanted.
+# Exit statuses after which a restart is useless or unwanted.
 FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -41,11 +41,11 @@ class Supervisor:
 
         Args:
             layout: hosts and processes of the first attempt.
-            launcher: function that builds the command line that starts the processes.
+            launcher: function that builds the launch command.
             command: command that each process runs.
             restarts: maximum number of attempts after the first one.
-            give_up_after: number of consecutive attempts without a new checkpoint after which the
-                supervisor gives up; 0 means that it never gives up.
+            give_up_after: maximum number of consecutive attempts without a new checkpoint; 0 means
+                no limit.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
         self._restarts, self._give_up_after = restarts, give_up_after
@@ -55,19 +55,19 @@ class Supervisor:
         # Reported by process 0 of the current attempt.
         self._job = ""
         self._progress: dict | None = None  # newest message from `SupervisorLink`
-        self._is_ending = False  # whether the run is done or saved, and its processes are exiting
+        self._is_ending = False  # whether the run is over and its processes are exiting
         self._gone: float | None = None  # when process 0 disconnected
 
     def run(self) -> int:
-        """Run the command until it is done or the supervisor gives up; return an exit status.
+        """Run the command until it is done or the supervisor gives up. Return an exit status.
 
-        This is the status of the last attempt (128 + N if signal N killed its launcher), except
-        after a signal to the supervisor. In that case, the status of a failed attempt is replaced
-        by 75 if there is a checkpoint. If no attempt was running, the status is 75 if there is a
-        checkpoint, and otherwise 128 plus the signal's number.
+        This is the status of the last attempt (128 + N if signal N killed its launcher). If the
+        supervisor received a signal and there is a checkpoint, a failed attempt counts as 75. If no
+        attempt was running when the signal arrived, the status is 75 if there is a checkpoint, and
+        otherwise 128 plus the signal's number.
 
-        Call this in the main thread, because it handles `SIGNALS` and forwards them to the command.
-        Raises `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.
+        Call this in the main thread. It handles `SIGNALS` and forwards them to the command. Raises
+        `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.
         """
         return asyncio.run(self._run())
 
@@ -88,7 +88,7 @@ class Supervisor:
             if progress is not None:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved = True, progress["saved"]
-            # After training has started, BAD_USAGE means a bad disk or device, not bad input.
+            # After training has started, BAD_USAGE indicates a bad disk or device, not bad input.
             if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
             if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
@@ -164,7 +164,7 @@ class Supervisor:
         await asyncio.wait([asyncio.create_task(self._asked_to_stop.wait())], timeout=seconds)
 
     async def _choose_hosts(self, directory: str) -> bool:
-        """Choose healthy hosts for the next attempt; return False if there are none."""
+        """Choose healthy hosts for the next attempt. Return False if there are none."""
         before, began = self._layout, time.monotonic()
         problems = await check_hosts(before, self._launcher, self._good, self._job, directory)
         for host, problem in problems.items():
@@ -186,7 +186,7 @@ class Supervisor:
         self._signal = number
         self._asked_to_stop.set()
         if self._process is not None and self._process.returncode is None:
-            # All launchers forward SIGUSR1. SIGUSR2 kills MPICH's mpiexec. On SIGTERM, srun and
+            # All launchers forward SIGUSR1, but SIGUSR2 kills MPICH's mpiexec. On SIGTERM, srun and
             # Open MPI's mpirun terminate all processes, as a second Ctrl-C should.
             self._process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
 
@@ -196,9 +196,9 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Kill leftover processes of `job` and probe each host, in parallel.
 
-    A healthy host can write to `directory` and compute on each of its devices. Returns, for each
-    host, the reason why it cannot be used, or None if it is healthy. Raises `OSError` if the
-    launcher cannot be started. Also raises whatever `launcher` raises.
+    A healthy host can write to `directory` and compute on each of its devices. Returns the problem
+    of each host, or None if it is healthy. Raises `OSError` if the launcher cannot be started. Also
+    raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
@@ -216,7 +216,7 @@ async def check_hosts(
 
 
 async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Run a probe's command line; return the reason why it failed, or None if it succeeded.
+    """Run a probe. Return the reason why it failed, or None if it succeeded.
 
     A probe that takes more than `SLOW_DISK` seconds is killed and counts as failed.
     """
@@ -231,8 +231,8 @@ async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | N
         return f"no answer within {SLOW_DISK:.0f} s"
     if process.returncode == 0:
         return None
-    # Prefer an error that the probe printed. Otherwise, use the first line of the output, which the
-    # launcher or the remote shell printed.
+    # Prefer the probe's error message. Otherwise, use the first line of the output, which is from
+    # the launcher or the remote shell.
     printed = output.decode(errors="replace").splitlines()
     lines = [line for line in printed if line.strip()] or [f"status {process.returncode}"]
     own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
