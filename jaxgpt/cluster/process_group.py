@@ -87,7 +87,7 @@ class ProcessGroup:
         return self.monitor.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all processes. Call this before the first collective: Gloo waits only 30 s."""
+        """Wait for all processes. Call this before JAX's first collective: Gloo waits only 30 s."""
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:

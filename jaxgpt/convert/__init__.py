@@ -11,14 +11,14 @@ from jaxgpt.cluster.environment import RANK, SIZE
 from jaxgpt.config import UsageError, expand_user
 
 OTHER_FOLDER = "choose another folder with --out"  # appended to errors about --out
-TRANSFORMERS = "hf:"  # prefix that marks a transformers folder instead of a run directory
+TRANSFORMERS = "hf:"  # prefix for a transformers folder instead of a run directory
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return the folder that `hf:FOLDER` or FOLDER names, as a path with ~ expanded.
+    """Return FOLDER as a path, with ~ expanded, for `hf:FOLDER` or FOLDER.
 
-    Raises `UsageError`, with a message that begins with `key`, if no file can have this name or no
-    home directory is known.
+    Raises `UsageError`, with a message that begins with `key`, if the path is invalid or the home
+    directory is unknown.
     """
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
@@ -26,7 +26,7 @@ def transformers_folder(given: str, key: str = "") -> Path:
 def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
-    `out` becomes a run directory with checkpoint 0. An older `out` and the leftovers of interrupted
+    `out` becomes a run directory with checkpoint 0. Any existing `out` and leftovers of interrupted
     conversions are deleted first. Raises `UsageError`, with a message that begins with `key`, if
     the conversion fails.
     """

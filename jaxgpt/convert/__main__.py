@@ -30,7 +30,7 @@ KINDS = {
 
 
 def parser() -> CommandParser:
-    """Return the parser. The options of each KIND are the arguments of its function."""
+    """Return the parser. Each KIND's options are the arguments of its function."""
     out = CommandParser(
         prog="python -m jaxgpt.convert",
         description=__doc__,

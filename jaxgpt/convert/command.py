@@ -1,6 +1,6 @@
-"""Conversion of other programs' command lines and shell scripts to a command of jaxgpt.
+"""Conversion of other programs' command lines and shell scripts to jaxgpt commands.
 
-A script is read, but not run. Assignments, arrays and arithmetic are expanded; variables that the
+Scripts are parsed but not run. Assignments, arrays and arithmetic are expanded. Variables that a
 script does not set are taken from the environment.
 """
 
@@ -26,7 +26,7 @@ PROGRAMS = {
     "jaxgpt": None,
     "train.py": "gpt2",  # nanoGPT
 }
-# Options of launchers: the number of processes, processes per host, and hosts.
+# Launcher options: the number of processes, of processes per host, and of hosts.
 TOTAL = {"-n", "-np", "--ntasks"}
 PER_HOST = {"--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node"}
 HOSTS = {"--nnodes", "-N", "--nodes"}
@@ -40,10 +40,10 @@ _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.
 
 
 def command(words: list[str]) -> list[str]:
-    """Translate a shell script or a command line to jaxgpt's command line, as a list of one string.
+    """Convert a shell script or a command line to a jaxgpt command, as a list of one string.
 
-    `words` contains the path of a script, a whole command line as one string, or the words of a
-    command line. Remarks about its arguments are printed to stderr.
+    `words` contains the path of a script, a command line as one string, or the words of a command
+    line. Notes about its arguments are printed to stderr.
 
     Raises:
         UsageError: if no known program is called, or the script cannot be read.
@@ -98,7 +98,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _parts(word: str, is_evaluated: bool) -> list[str]:
-    """Split a word that may itself contain words, such as a quoted array or a whole command."""
+    """Split a word that contains several words, such as a quoted array or a whole command."""
     return _split(word) if word.startswith("-") or is_evaluated else [word]
 
 
@@ -110,7 +110,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
-    """Return the text with variables and arithmetic expanded; unknown variables remain."""
+    """Expand variables and arithmetic. Unknown variables remain."""
 
     def value(match: re.Match) -> str:
         name, default = match[1] or match[4], match[3]
@@ -130,7 +130,7 @@ def _expand(text: str, variables: dict[str, str]) -> str:
 
 
 def _calculate(text: str, unknown: str) -> str:
-    """Return the value of an arithmetic expression of integers, or `unknown`."""
+    """Return the value of an integer expression, or `unknown` if it cannot be evaluated."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.BinOp):
@@ -144,7 +144,7 @@ def _calculate(text: str, unknown: str) -> str:
 
 
 def _program(parts: list[str]) -> tuple[int, str | None] | None:
-    """Return the index of the program's name in a command, and its preset."""
+    """Return the index of the program's name in a command, and the program's preset."""
     for i, word in enumerate(parts):
         is_module = i > 0 and parts[i - 1] == "-m"
         if is_module or word.endswith((".py", "run_train.sh")):
@@ -155,7 +155,7 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
 
 
 def _convert(parts: list[str], index: int, preset: str | None) -> str:
-    """Return jaxgpt's command for the words of a command, and print remarks."""
+    """Return the jaxgpt command for the words of a command, and print notes."""
     launcher, arguments = parts[:index], parts[index + 1 :]
     ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
     arguments = arguments[: min(ends, default=None)]
@@ -174,12 +174,12 @@ def _convert(parts: list[str], index: int, preset: str | None) -> str:
 
 
 def _quote(word: str) -> str:
-    """Quote a word for the shell; variables stay variables."""
+    """Quote a word for the shell, except variables."""
     return word if re.fullmatch(r"[\w@%+=:,./${}-]+", word) else shlex.quote(word)
 
 
 def _launcher(words: list[str]) -> str:
-    """Return the jaxgpt.launch call that starts the number of processes in a launcher's options."""
+    """Return the jaxgpt.launch prefix for the options of another launcher."""
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
     numbers = {name: int(value) for name, value in pairs if value.isdecimal()}

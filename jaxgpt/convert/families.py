@@ -1,4 +1,4 @@
-"""Translation between the config.json of transformers model families and jaxgpt's options."""
+"""Conversion between transformers' config.json and jaxgpt's options, for each model family."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxgpt.convert.names import Table
 from jaxgpt.convert.safetensors import read_json
 
 CONFIG = "config.json"
-# Files that are copied with the weights, so that they are available when the run is exported.
+# Files that are copied with the weights, so that they can be exported again.
 COMPANIONS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "chat_template.jinja", "generation_config.json",
@@ -25,7 +25,7 @@ WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that may mix layer
 
 
 def table_of(model: ModelConfig) -> Table:
-    """Return the table of transformers' tensor names for a model, without GPT-2's prefix."""
+    """Return the transformers tensor names for a model, without GPT-2's prefix."""
     if model.position == "learned":
         return names.GPT2
     has_equal_heads = model.kv_heads == model.n_head
@@ -37,8 +37,8 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    `block_size` replaces the context length; None keeps it. Raises `UsageError` if the file cannot
-    be read, is invalid, or has a family or option that is not supported.
+    `block_size` overrides the context length if it is not None. Raises `UsageError` if the file
+    cannot be read or is invalid, or if the model family or an option is not supported.
     """
     path = folder / CONFIG
     config = read_json(path)
@@ -56,7 +56,7 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
 
 
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return a model with the given options.
+    """Return a validated model with the given options.
 
     Raises `UsageError`, with a message that begins with `where`, if the options are invalid.
     """
@@ -86,7 +86,7 @@ class _Keys:
         return value
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value, by default `supported[0]`; raise `UsageError` if it is not supported."""
+        """Return a value (default: `supported[0]`). Raise `UsageError` if it is not supported."""
         value = self.get(key, supported[0])
         if value not in supported:
             words = " or ".join(map(str, supported))
@@ -118,7 +118,7 @@ def _llama(
     """Return the options of Llama and models derived from it.
 
     Args:
-        layer_types: default of the key layer_types; None means that all layers have full attention.
+        layer_types: default for the key layer_types. If None, all layers have full attention.
     """
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
@@ -134,7 +134,7 @@ def _llama(
 def _decoder(
     keys: _Keys, head_dim: int | None, layer_types: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the options that all decoders except GPT-2 share: sizes and layer pattern."""
+    """Return the sizes and the layer pattern of any decoder except GPT-2."""
     keys.only("num_experts", 0)
     keys.only("num_local_experts", 0)
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
@@ -156,11 +156,11 @@ def _decoder(
 
 
 def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
-    """Return model.layers, as the shortest repeating pattern, and the window of local layers."""
+    """Return model.layers, as the shortest repeating pattern, and model.sliding_window."""
     n_layer = keys.count("num_hidden_layers")
     default = default or ["full_attention"] * n_layer
     found = keys.get("layer_types", default)
-    # transformers ignores layer_types for families whose layers all have the same type.
+    # transformers ignores layer_types if all layers of a family have the same type.
     supported = LAYER_TYPES if keys.config["model_type"] in WITH_PATTERNS else set(default)
     unknown = sorted(map(str, set(found) - set(supported)))
     if unknown:
@@ -199,7 +199,7 @@ def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
 def _rope(
     keys: _Keys, new: Mapping[str, Any], old: Mapping[str, Any], default: float = 10000.0
 ) -> dict[str, Any]:
-    """Return the rotary embedding options; the base is `default` unless config.json sets it."""
+    """Return the rotary embedding options. `default` is used if config.json has no rope_theta."""
     scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -226,7 +226,7 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen_layers(keys: _Keys) -> list[str]:
-    """Return the types of Qwen's layers; the first `max_window_layers` have full attention."""
+    """Return the layer types. The first `max_window_layers` layers have full attention."""
     n_layer = n_full = keys.count("num_hidden_layers")
     if keys.only("use_sliding_window", False, True):
         n_full = keys.get("max_window_layers", 28)
@@ -290,7 +290,7 @@ FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 }
 
 
-# Option values that each family requires of an exported model.
+# Option values that an exported model must have, for each family.
 _COMMON = {"post_norm": False, "scale_embeddings": False, "query_pre_attn_scalar": None}
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": _COMMON | {
@@ -313,8 +313,8 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
 
     Args:
         model: with vocab_size set.
-        dtype: of the exported weights, "float32" or "bfloat16".
-        end_of_text: ID of the token that ends a document; None if there is no such token.
+        dtype: "float32" or "bfloat16", for the exported weights.
+        end_of_text: ID of the end-of-text token, or None if there is no such token.
 
     Raises `UsageError` if no transformers family fits the model.
     """
@@ -439,7 +439,7 @@ def _to_decoder(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return rope_scaling in the format that `_rope` reads, or None if RoPE is not scaled."""
+    """Return rope_scaling as `_rope` reads it, or None if RoPE is not scaled."""
     if not model.rope_scaling:
         return None
     kind = next(kind for kind, keys in ROPE_TYPES.items() if len(keys) == len(model.rope_scaling))
@@ -450,7 +450,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
-    """Return the type of each layer, as transformers names it."""
+    """Return the transformers layer type of each layer."""
     default = "global" if model.sliding_window is None else "local"
     pattern = model.layers or (default,)
     names_of = {kind: name for name, kind in LAYER_TYPES.items()}

@@ -27,12 +27,13 @@ GPT2_PREFIX = "transformer."  # in files saved by GPT2LMHeadModel
 def from_hf(
     path: Path, out: Path, block_size: int | None = None, tokenizer: Path | None = None
 ) -> list[str]:
-    """Import a transformers folder as weights that a run can start from; return the lines to print.
+    """Import a transformers folder as initial weights for a run. Return the lines to print.
 
     Args:
         out: run directory to create.
-        block_size: new context length, for a model with rotary positions; None keeps the model's.
-        tokenizer: path that `read_tokenizer` accepts; None uses the folder's tokenizer, if any.
+        block_size: new context length, for a model with rotary positions. If None, it is unchanged.
+        tokenizer: path that `read_tokenizer` accepts. If None, the folder's tokenizer is used, if
+            any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
     tokenizer or `block_size` does not fit the model, or if `safetensors` or `tokenizers` is needed
@@ -65,15 +66,15 @@ def write_weights(
     tokenizer: Tokenizer | None,
     companions: Sequence[str] = (),
 ) -> list[str]:
-    """Write matched tensors as weights that a run can start from; return the lines to print.
+    """Write matched tensors as initial weights for a run. Return the lines to print.
 
     Args:
         path: imported file or folder.
         out: folder to create.
         found: imported tensors by name.
         wanted: slot of each tensor, from `match_tensors`.
-        tokenizer: the model's tokenizer; None if it is unknown.
-        companions: names of files in `path` that are copied to `out` if they exist.
+        tokenizer: the model's tokenizer, or None if it is unknown.
+        companions: names of files to copy from `path` to `out` if they exist.
 
     Raises `UsageError` if a tensor cannot be read, and `OSError` if a companion cannot be copied.
     Also raises whatever `new_folder` raises.
@@ -92,7 +93,7 @@ def write_weights(
 
 
 def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """Return the lines to print about imported weights."""
+    """Return lines that describe imported weights."""
     changed = [
         f"{field.name}={getattr(model, field.name)}"
         for field in dataclasses.fields(model)
@@ -105,7 +106,7 @@ def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list
 
 
 def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer at a path that `load_tokenizer` accepts; None if `path` is None.
+    """Return the tokenizer at a path that `load_tokenizer` accepts, or None if `path` is None.
 
     Raises `UsageError` if the tokenizer has more tokens than the model. Also raises whatever
     `load_tokenizer` raises.
@@ -124,11 +125,11 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
 def to_hf(
     run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """Export the weights of a run as a transformers folder; return the lines to print.
+    """Export the weights of a run as a transformers folder. Return the lines to print.
 
     Args:
-        step: checkpoint to export; None selects the newest.
-        dtype: of the exported weights, "float32" or "bfloat16".
+        step: checkpoint to export; None for the newest.
+        dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
@@ -155,7 +156,7 @@ def to_hf(
 
 
 def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the zero biases that are exported for a GPT-2 without biases, by name.
+    """Return the shapes, by name, of the zero biases to export for a GPT-2 without biases.
 
     They are needed because GPT-2 in transformers always has biases. The names have GPT-2's prefix.
     """
@@ -174,12 +175,11 @@ def _write_json(path: Path, value: Any) -> None:
 def _write_tokenizer(
     tokenizer: Tokenizer | None, run: Path, folder: Path, model: ModelConfig
 ) -> list[str]:
-    """Write a tokenizer.json and its companion files to `folder`; return the lines to print.
+    """Write a tokenizer.json and its companion files to `folder`. Return the lines to print.
 
-    If the run lacks a tokenizer_config.json, a new one is written. Raises `UsageError` if this
-    needs the `tokenizers` package, but it is not installed. If the run does not use a
-    tokenizer.json, nothing is written, and the only line says so. Otherwise, the list of lines is
-    empty.
+    If the run lacks a tokenizer_config.json, a new one is written. If the run does not use a
+    tokenizer.json, nothing is written, and the returned line reports this. Raises `UsageError` if
+    the `tokenizers` package is needed but not installed.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]

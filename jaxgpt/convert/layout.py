@@ -1,4 +1,4 @@
-"""Mapping between the tensors of another program and slices of jaxgpt's arrays."""
+"""Mapping between another program's tensors and slices of jaxgpt's arrays."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from jaxgpt.models.weights import Weight, weights
 
 @dataclass(frozen=True)
 class Slot:
-    """Location of an external tensor in a jaxgpt array, which may be stacked over layers."""
+    """Location of an external tensor in a jaxgpt array (possibly stacked over layers)."""
 
     weight: Weight
     layer: int | None
@@ -40,7 +40,7 @@ class Slot:
     def to_jaxgpt(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a full external tensor to jaxgpt's shape at `index`.
 
-        Vocabulary tables are not supported, because their padding is missing from the tensor.
+        Vocabulary tables are not supported, because the tensor lacks their padding.
         """
         shape = _part_shape(self.weight, self.ref)
         if self.ref.form == "interleaved":  # rows are (H, 3, K)
@@ -52,7 +52,7 @@ class Slot:
     def to_external(self, array: np.ndarray) -> np.ndarray:
         """Convert the jaxgpt array at `index` to the shape of the external tensor.
 
-        Neither the form "interleaved" nor padded vocabulary tables are supported.
+        "interleaved" tensors and padded vocabulary tables are not supported.
         """
         if self.ref.form == "transposed":
             return array.reshape(self.shape[::-1]).T
@@ -63,8 +63,8 @@ class Slot:
 def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
     """Return the slot of each tensor of a model, by external name.
 
-    The slots are in the order of jaxgpt's arrays and, within an array, in the order of layers. A
-    weight that is not in `table` has no slot. `model.vocab_size` must be set.
+    The slots are ordered by jaxgpt array, then by layer. Weights that are not in `table` have no
+    slot. `model.vocab_size` must be set.
 
     Raises `OverflowError` or `TypeError` if the model's dimensions are too large for JAX. Also
     raises whatever `models.weights.weights` raises.
@@ -82,7 +82,7 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
 
 
 def _part_shape(weight: Weight, ref: WeightRef) -> tuple[int, ...]:
-    """Return the shape of a jaxgpt array at a slot's index."""
+    """Return the shape of the part of a jaxgpt array at a slot's index."""
     shape = weight.shape[1:] if weight.n_layers else weight.shape
     if ref.part is None:
         return shape
@@ -105,7 +105,7 @@ def _external_shape(weight: Weight, ref: WeightRef, model: ModelConfig) -> tuple
 def match_tensors(
     found: Mapping[str, Tensor], table: Table, model: ModelConfig, where: str
 ) -> dict[str, Slot]:
-    """Return `slots(table, model)`, after checking it against the tensors `found`.
+    """Return `slots(table, model)`, checked against the tensors in `found`.
 
     Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
     has the wrong shape, or if the model dimensions are invalid.
@@ -159,10 +159,10 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, float32 tensor) in the order of `wanted`, which is the result of `slots`.
+    """Yield (name, float32 tensor) in the order of `wanted`, the result of `slots`.
 
-    A tensor outside the layers may be yielded as several consecutive blocks of rows. Raises
-    `UsageError` if the checkpoint cannot be read or is damaged.
+    Tensors outside the layers may be yielded in consecutive blocks of rows. Raises `UsageError` if
+    the checkpoint cannot be read or is damaged.
     """
     by_layer: dict[tuple[str, int | None], list[tuple[str, Slot]]] = {}
     for name, slot in wanted.items():

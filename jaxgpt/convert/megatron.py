@@ -1,7 +1,7 @@
 """Import of GPT checkpoints from Megatron-LM and Megatron-DeepSpeed, with all ranks merged.
 
-A Megatron-LM folder `iter_0001000` has one file `mp_rank_TT[_PPP]/model_optim_rng.pt` for each rank
-of tensor (TT) and pipeline (PPP) parallelism. A Megatron-DeepSpeed folder `global_step1000` has
+A Megatron-LM folder `iter_0001000` has a file `mp_rank_TT[_PPP]/model_optim_rng.pt` for each
+tensor-parallel rank TT and pipeline rank PPP. A Megatron-DeepSpeed folder `global_step1000` has
 `mp_rank_TT_model_states.pt`.
 """
 
@@ -25,11 +25,11 @@ from jaxgpt.convert.torch_file import Inert, TorchTensor
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_model_states\.pt)?")
 MAX_DEPTH = 20
 MAX_NAME = 200  # maximum length of a key
-# Name prefixes of the copy of the token embedding in the last pipeline stage.
+# Name prefixes of the last pipeline stage's copy of the token embedding.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# Besides tensors, a file may contain objects of these classes, or of any class in these packages.
-# They are replaced with `Inert`.
+# Files may contain objects of these classes, or of any class in these packages. They are replaced
+# with `Inert`.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
     "argparse.Namespace",
@@ -46,7 +46,7 @@ HARMLESS_NAMES = {
     "numpy._core.multiarray.scalar",
     "torch.torch_version.TorchVersion",
 }
-# Arguments that must have one of these values if they are present.
+# Arguments that, if present, must have one of these values.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "layernorm"),  # Megatron-LM, Megatron-DeepSpeed
     "swiglu": (False,),
@@ -68,11 +68,11 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that is sharded over tensor-parallel ranks along one dimension, or replicated."""
+    """A tensor that is sharded along one dimension over tensor-parallel ranks, or replicated."""
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    most_rows: int | None = None  # rows without vocabulary padding, if axis is 0; None keeps all
+    most_rows: int | None = None  # number of rows without vocabulary padding; None keeps all rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,13 +105,13 @@ class Merged:
 
 
 def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
-    """Import a checkpoint as weights that a run can start from; return the lines to print.
+    """Import a checkpoint as initial weights for a run. Return the lines to print.
 
     Args:
         path: folder that `rank_files` accepts.
         out: run directory to create.
-        tokenizer: path that `read_tokenizer` accepts. If it is given, the rows of the embedding
-            beyond the tokenizer's vocabulary are dropped as padding.
+        tokenizer: path that `read_tokenizer` accepts, or None. Embedding rows beyond the
+            tokenizer's vocabulary are dropped as padding.
 
     Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
     tokenizer cannot be read or does not fit the model, or if torch is missing or too old. Also
@@ -136,11 +136,10 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, pipeline rank).
 
-    `path` is either the folder of a checkpoint, or a folder that contains several checkpoints and a
-    file with the name of the latest one. In the second case, the latest checkpoint is used. Raises
-    `UsageError` if there is no such folder, if it has no checkpoint in a supported format, or if
-    the file of any rank is missing. Raises `OSError` if the name of the latest checkpoint cannot be
-    read.
+    `path` is either a checkpoint folder, or a folder with several checkpoints and a file that names
+    the latest one, which is then used. Raises `UsageError` if there is no such folder, if it has no
+    checkpoint in a supported format, or if the file of any rank is missing. Raises `OSError` if the
+    name of the latest checkpoint cannot be read.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -178,16 +177,16 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether objects of the class with this full name are replaced with `Inert`."""
+    """Return whether a class, given by its full name, is replaced with `Inert`."""
     return name in HARMLESS_NAMES or name.partition(".")[0] in HARMLESS_PACKAGES
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     """Return one rank's arguments, and its tensors in the format of `flat`.
 
-    An argument is a number, a string or a list of these. An enum member is replaced with its value.
-    Any other value, even inside a list, is replaced with None. Raises `UsageError` if the file
-    cannot be read or is not a supported checkpoint, or if torch is missing or too old.
+    Arguments are numbers, strings or lists of these. Enum members are replaced with their values,
+    and any other values with None, even inside lists. Raises `UsageError` if the file cannot be
+    read or is not a supported checkpoint, or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -206,14 +205,14 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
 
 
 def _argument(value: Any) -> Any:
-    """Return the value if it is a number, a string, or a list of these, otherwise None."""
+    """Return `value` if it is a number, a string or a list of these, otherwise None."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers and strings as is, and the value of an enum member; otherwise None."""
+    """Return a number, a string or the value of an enum member, otherwise None."""
     if isinstance(value, Inert) and value.arguments:
         value = value.arguments[0]
     return value if isinstance(value, str | int | float) else None
@@ -222,8 +221,8 @@ def _plain(value: Any) -> Any:
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
 
-    In a name, {} is replaced by the number of the layer within its pipeline stage. Names that
-    `MEGATRON` lacks are kept, and tensors named ..._extra_state are left out.
+    {} is replaced by the layer number within the pipeline stage. Names that are not in `MEGATRON`
+    are kept, and tensors named ..._extra_state are left out.
 
     Raises `UsageError` if the key of a tensor or dictionary is not a short string, or if a
     dictionary is nested too deeply or appears twice. Shared dictionaries would let a small file
@@ -283,7 +282,7 @@ def merged(
     for stage in range(n_pipeline):
         for name in ranks[0, stage]:
             if stage and is_tied and name.startswith(HEADS):
-                continue  # a copy of the token embedding of the first stage
+                continue  # a copy of the first stage's token embedding
             parts = [ranks[t, stage].get(name) for t in range(n_tensor)]
             if None in parts:
                 rank = parts.index(None)
@@ -304,7 +303,7 @@ def merged(
 def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
     """Return the model that a checkpoint's arguments and token embedding describe.
 
-    Its vocabulary size is the number of rows of the token embedding, including padding rows.
+    The vocabulary size is the number of rows of the token embedding, including padding.
 
     Raises `UsageError` if an argument is missing, invalid or not supported, or if `found` has no
     token embedding with two dimensions.

@@ -1,4 +1,4 @@
-"""Tables that map the tensor names of other programs to jaxgpt's weights.
+"""Tables that map other programs' tensor names to jaxgpt's weights.
 
 `{}` stands for the layer number. A table may list tensors that a model does not have, such as
 biases or an output layer.
@@ -10,7 +10,7 @@ Form = Literal["same", "transposed", "interleaved"]
 
 
 class WeightRef(NamedTuple):
-    """A jaxgpt weight, or a part of one, that corresponds to an external tensor."""
+    """The jaxgpt weight, or part of a weight, that corresponds to an external tensor."""
 
     name: str
     form: Form = "same"
@@ -22,7 +22,7 @@ class WeightRef(NamedTuple):
 
 
 def linear(name: str, part: int | None = None) -> WeightRef:
-    """Return a reference to a kernel that torch's Linear stores transposed."""
+    """Return a reference to the kernel of a torch Linear, which is stored transposed."""
     return WeightRef(f"{name}/kernel", "transposed", part)
 
 
@@ -94,7 +94,7 @@ GEMMA3_EQUAL_HEADS: Table = GEMMA3 | {
 }
 
 # GPT in Megatron-LM and Megatron-DeepSpeed. The number is the dimension that is sharded over
-# tensor-parallel ranks. None means that the tensor is replicated.
+# tensor-parallel ranks, or None for a replicated tensor.
 MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
     "embedding.word_embeddings.weight": (WeightRef("token_embedding/embedding"), 0),
     "embedding.position_embeddings.weight": (WeightRef("position_embedding/embedding"), None),
@@ -121,7 +121,7 @@ MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
     "output_layer.weight": (WeightRef("head/embedding"), 0),
 }
 
-# Names in other versions of Megatron: part of a tensor name -> the same part in the table above.
+# Other versions of Megatron: part of a tensor name -> the corresponding part in `MEGATRON`.
 MEGATRON_SPELLINGS = {
     "language_model.": "",
     "transformer.layers.": "encoder.layers.",

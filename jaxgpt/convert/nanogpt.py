@@ -21,12 +21,12 @@ HEAD = "lm_head.weight"  # tied to the token embedding
 
 
 def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[str]:
-    """Import a ckpt.pt as weights that a run can start from; return the lines to print.
+    """Import a ckpt.pt as initial weights for a run. Return the lines to print.
 
-    `out` is the run directory to create. A ckpt.pt has no tokenizer, so `tokenizer` is a path that
-    `read_tokenizer` accepts, or None if the tokenizer is unknown. Raises `UsageError` if the file
-    is missing, damaged or was not saved by nanoGPT, if the tokenizer cannot be read or does not fit
-    the model, or if torch is missing or too old. Also raises whatever `new_folder` raises.
+    `out` is the run directory to create. `tokenizer` is a path that `read_tokenizer` accepts, or
+    None if the tokenizer is unknown. Raises `UsageError` if the file is missing, damaged or was not
+    saved by nanoGPT, if the tokenizer cannot be read or does not fit the model, or if torch is
+    missing or too old. Also raises whatever `new_folder` raises.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -74,8 +74,8 @@ def to_nanogpt(
     """Export the weights of a run as safetensors, with nanoGPT's model_args in model_args.json.
 
     Args:
-        step: checkpoint to export; None selects the newest.
-        dtype: of the exported weights, "float32" or "bfloat16".
+        step: checkpoint to export; None for the newest.
+        dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Return the lines to print. Raises `UsageError` if the checkpoint is missing or damaged, if

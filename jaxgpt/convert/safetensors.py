@@ -16,13 +16,13 @@ from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 500_000_000  # maximum size of a file, which is in memory until it is written
-DTYPES = ("F32", "F16", "BF16")  # the dtypes in `FLOATS`, as the file format names them
+SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
+DTYPES = ("F32", "F16", "BF16")  # names of the dtypes in `FLOATS` in the file format
 
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor in a safetensors file, which stays on disk until it is read."""
+    """A tensor in a safetensors file. It stays on disk until it is read."""
 
     path: Path
     name: str
@@ -39,7 +39,7 @@ class SafeTensor:
                 f"{self.path}: {self.name} has dtype {self.dtype}; weights must be one of "
                 f"{', '.join(DTYPES)}"
             )
-        # Open the file for each read, because mapped pages stay in memory until the file is closed.
+        # Open the file for each read, because mapped pages stay in memory until it is closed.
         with _opened(self.path) as file:
             is_whole = start == 0 and stop is None
             array = (
@@ -77,7 +77,7 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor; raise `UsageError` if a file is not in this folder."""
+    """Return the file name of each tensor. Raise `UsageError` if a file is not in this folder."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise UsageError(f"{path}: has no weight_map from tensors to file names")
@@ -105,7 +105,7 @@ def open_file(path: Path) -> dict[str, SafeTensor]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file; raise `UsageError` if it cannot be read or is damaged."""
+    """Open a file. Raise `UsageError` if it cannot be read or is damaged."""
     package = _package()
     try:
         with package.safe_open(path, framework="np") as file:
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return at most `most` of the names, and how many more there are, for an error message."""
+    """Return at most `most` names and the number of remaining names, for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -156,13 +156,13 @@ def write_folder(
 ) -> None:
     """Write tensors to one file, or to shards of at most `max_bytes` with an index.
 
-    Each shard is in memory until it is written, because the `safetensors` package writes complete
-    files. A tensor that is larger than `max_bytes` gets its own shard.
+    Each shard is held in memory, because the `safetensors` package writes complete files. A tensor
+    larger than `max_bytes` gets a separate shard.
 
     Args:
         folder: existing folder to write to.
-        tensors: (name, rows) in the order of `shapes`. The rows of a tensor may be split into
-            several consecutive items.
+        tensors: (name, rows) in the order of `shapes`. A tensor may be split into several
+            consecutive items.
         shapes: shape of each tensor by name.
         dtype: key of `FLOATS`.
 

@@ -19,15 +19,15 @@ FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 
 
 class Tensor(Protocol):
-    """A tensor in a file that another program wrote."""
+    """A tensor in a file written by another program."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32; raise `UsageError` if they cannot be read.
+        """Return the rows [start, stop) in float32. Raise `UsageError` if they cannot be read.
 
-        If `stop` is None, return all rows from `start` on. A scalar is returned whole.
+        If `stop` is None, return all rows from `start` on. Scalars are returned whole.
         """
 
 
@@ -35,9 +35,9 @@ class Tensor(Protocol):
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` when the block ends without an error.
 
-    After an error, the temporary folder is removed. If the process is killed, the folder remains as
-    `<out>.partial-*`. Raises `UsageError` if `out` exists and is not an empty folder, if no folder
-    can be created next to it, or if the disk is full. Other errors from the block are propagated.
+    After an error, the temporary folder is removed. If the process is killed, `<out>.partial-*`
+    remains. Raises `UsageError` if `out` exists and is not an empty folder, if no folder can be
+    created next to it, or if the disk is full. Other errors from the block are propagated.
     """
     out = out.absolute()
     try:
@@ -63,9 +63,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _is_disk_full(error: Exception) -> bool:
-    """Return whether an error means that a disk is full or a quota is exhausted.
+    """Return whether an error is caused by a full disk or an exhausted quota.
 
-    TensorStore's errors have no errno, so this searches their text.
+    TensorStore's errors have no errno, so their text is searched.
     """
     words = map(os.strerror, NO_ROOM)
     return getattr(error, "errno", None) in NO_ROOM or any(word in str(error) for word in words)

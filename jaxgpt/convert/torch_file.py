@@ -1,8 +1,8 @@
-"""Load torch.save files without running any code that they may contain.
+"""Load torch.save files without running code from them.
 
-A torch.save file is a pickle, which can run code. `torch.load(weights_only=True)` builds only
-containers and tensors and rejects every other class. `mmap=True` maps the file into memory, so the
-system can reclaim the pages that have been read.
+A torch.save file is a pickle, which can run code. `torch.load(weights_only=True)` creates only
+containers and tensors and rejects all other classes. `mmap=True` maps the file into memory, so the
+system can reclaim pages after they are read.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class TorchTensor:
-    """A torch tensor, which stays in the mapped file until it is read."""
+    """A torch tensor. It stays in the mapped file until it is read."""
 
     path: Path
     name: str
@@ -66,11 +66,11 @@ class TorchTensor:
 
 
 def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> Any:
-    """Return the object in a torch.save file, with tensors that stay in the mapped file.
+    """Return the object in a torch.save file. Its tensors stay in the mapped file.
 
     Args:
-        is_harmless: predicate on the fully qualified name of a class. Objects of harmless classes
-            are replaced with `Inert`. Any other class is an error.
+        is_harmless: takes the fully qualified name of a class. Objects of harmless classes are
+            replaced with `Inert`. Any other class is an error.
 
     Raises `UsageError` if the file is missing or damaged, if it contains a class that is not
     harmless, or if torch is missing or too old.
@@ -121,5 +121,5 @@ def _torch() -> ModuleType:
 
 
 def _line(error: Exception) -> str:
-    """Return the reason for a torch error, without torch's advice to load the file unsafely."""
+    """Return torch's error message without its advice to load the file unsafely."""
     return in_words(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0][:120]

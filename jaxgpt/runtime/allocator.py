@@ -1,4 +1,4 @@
-"""Memory allocation: glibc's malloc for CPU jobs, and XLA's share of GPU memory."""
+"""Memory allocation: malloc options for CPU jobs, and XLA's share of GPU memory."""
 
 import contextlib
 import ctypes
@@ -11,22 +11,22 @@ from jaxgpt.cluster.hardware import DEVICE_FILES
 
 # malloc keeps freed blocks up to this size. Keeping larger blocks would fragment the heap.
 KEPT_BYTES = 2**29
-# Option numbers from glibc's malloc.h: M_ARENA_MAX (other arenas never keep more than 64 MiB),
-# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, and M_TOP_PAD, the address space added when the heap grows.
+# Options from glibc's malloc.h: M_ARENA_MAX (other arenas keep at most 64 MiB), M_MMAP_THRESHOLD,
+# M_TRIM_THRESHOLD, and M_TOP_PAD (address space added when the heap grows).
 MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**21))
-MADV_HUGEPAGE = 14  # for madvise: back the heap with 2 MiB pages
+MADV_HUGEPAGE = 14  # back the heap with 2 MiB pages
 
 USABLE = 0.9  # share of GPU memory; the rest is left for the driver, NCCL and fragmentation
-# Variables that set XLA's share of GPU memory: the current name and the old one.
+# Variables that set XLA's share of GPU memory: the current and the old name.
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
-    Blocks of up to `KEPT_BYTES` are kept, in huge pages if possible. Returns a log line if malloc
-    stays unchanged because of the user's settings, otherwise no line. Call this before XLA starts
-    its threads. It does nothing on other C libraries.
+    Blocks of up to `KEPT_BYTES` are kept, in huge pages if possible. Returns a log line if the user
+    has configured malloc, otherwise none. Call this before XLA starts its threads. It does nothing
+    on other C libraries.
     """
     for name, value in os.environ.items():
         if (
@@ -50,8 +50,8 @@ def keep_freed_memory() -> list[str]:
 def reserve_gpu_memory() -> list[str]:
     """Let XLA reserve the fraction `USABLE` of GPU memory unless the user has set a fraction.
 
-    This sets XLA_CLIENT_MEM_FRACTION and returns a log line. If the user has set a fraction, or the
-    host has no NVIDIA or AMD GPU, this does nothing and returns no line. Call this before JAX
+    This sets XLA_CLIENT_MEM_FRACTION and returns a log line. It does nothing and returns no lines
+    if the user has set a fraction, or if the host has no NVIDIA or AMD GPU. Call this before JAX
     starts.
     """
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])

@@ -1,4 +1,4 @@
-"""Persistent compilation cache: later runs read compiled programs from a folder."""
+"""Persistent compilation cache."""
 
 import contextlib
 import hashlib
@@ -15,16 +15,17 @@ OFF = "off"
 
 
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
-    """Set up JAX's persistent compilation cache in `directory`; return a log line.
+    """Set up JAX's persistent compilation cache in `directory`. Return a log line.
 
-    Every process must call this, after JAX has started. There is no cache if `directory` is empty,
-    or is `off`, `none` or `null` in upper or lower case. Otherwise, JAX_COMPILATION_CACHE_DIR
+    Every process must call this, after JAX has started. The cache is disabled if `directory` is
+    empty, `off`, `none` or `null`, in upper or lower case. Otherwise, JAX_COMPILATION_CACHE_DIR
     overrides `directory`. The cache is in a subfolder for the processor type, which is created if
-    needed. If it cannot be used, JAX compiles without a cache, and the log line says why.
+    needed. If the subfolder cannot be used, JAX compiles without a cache, and the log line gives
+    the reason.
 
-    A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot lock it, for
-    example because another job has done so, the cache is read-only. Otherwise, if all processes are
-    on one host, process 0 compiles for all of them.
+    A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot get the lock,
+    for example because another job holds it, the cache is read-only. Otherwise, if all processes
+    are on one host, process 0 compiles for all of them.
     """
     import jax
 
@@ -37,7 +38,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     folder = Path(os.path.expanduser(directory)) / _cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
     # On GPUs, all processes take part in autotuning, so a process with a cache miss would wait for
-    # a process with a cache hit.
+    # one with a cache hit.
     writable = all(cluster.allgather(_is_writable(folder)))
     if not writable or not (on_cpu or _is_shared(folder, cluster)):
         problem = "is not one folder that all hosts share, or the hosts have different processors"
@@ -49,13 +50,12 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if on_cpu:
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # these are for GPUs
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # they are for GPUs
     line = f"compile cache: {folder}"
     if not on_cpu or cluster.size == 1:
         return line
-    # A process with a cache miss waits for process 0 to compile, but process 0 does not compile if
-    # it has a cache hit. Therefore, all processes must see the same files, and no other job may add
-    # files.
+    # A process with a cache miss waits for process 0 to compile, which it does not do after a cache
+    # hit. Therefore, all processes must see the same files, and no other job may add files.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # writes nothing
@@ -67,8 +67,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 class CacheUse:
     """Counts compile-cache requests and hits. `str` returns `off`, `not used`, `hit` or `miss`.
 
-    Counting begins when the object is created. `hit` means that all programs since then came from
-    the cache.
+    `hit` means that all programs since the object was created came from the cache.
     """
 
     def __init__(self):
@@ -92,7 +91,7 @@ class CacheUse:
 
 
 def _cpu_signature() -> str:
-    """Return a hash (12 hex digits) of the processor type, because XLA's code depends on it."""
+    """Return a hash (12 hex digits) of the processor type, which XLA's code depends on."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():  # Linux
@@ -113,7 +112,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
-    """Return whether all processes see a file that process 0 creates in the folder."""
+    """Return whether all processes can see a file that process 0 creates in the folder."""
     with contextlib.ExitStack() as stack:
         name = "no such file"
         if cluster.is_main:
@@ -123,7 +122,7 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group closes; return "", or the reason why it cannot be locked."""
+    """Lock the folder until the group closes. Return "", or the reason why this failed."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:

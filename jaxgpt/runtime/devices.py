@@ -14,9 +14,9 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates.
 
-    This is JAX_NUM_CPU_DEVICES if it is set. Otherwise, it is the product of the axis sizes
-    divided by the number of processes. If the mesh contains -1, each process simulates just enough
-    devices for the product of the other sizes to divide the total.
+    JAX_NUM_CPU_DEVICES takes precedence. Otherwise, it is the product of the axis sizes divided by
+    the number of processes. If the mesh contains -1, it is the smallest number for which the
+    product of the other sizes divides the total.
 
     Raises `UsageError` if the number of processes does not divide the product of a mesh without -1,
     if a process would need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is
@@ -48,17 +48,17 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators among the visible ones; None means all.
+    """Return the indices of this process's accelerators among the visible ones, or None for all.
 
-    Processes on one host that see the same accelerators get an equal number of them, and any
-    remainder is unused. If a process sees at most one accelerator, or no other process sees the
-    same ones, the result is None, as it is on CPUs. On a machine in `MACHINES` with Intel GPUs,
-    dividing them also sets ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on
-    all of them if two or more accelerators are shared by a larger number of processes.
+    Processes on one host that see the same accelerators get equal shares, and any remainder is
+    unused. The result is None on CPUs, and if a process sees at most one accelerator or shares its
+    accelerators with no other process. On a machine in `MACHINES` with Intel GPUs, this also sets
+    ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if two or
+    more accelerators are shared by more processes.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
-    # Do not divide a single visible device, because one device file may stand for several devices.
+    # Do not divide a single visible device, because a device file may stand for several devices.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
     cluster.raise_if_any(
@@ -70,20 +70,20 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     if not shares:
         return None
     chosen = list(range(position * each, (position + 1) * each))
-    if machine and machine.device == "pvc":  # JAX's own setting supports only CUDA and ROCm
+    if machine and machine.device == "pvc":  # JAX's setting supports only CUDA and ROCm
         os.environ["ZE_AFFINITY_MASK"] = ",".join(seen[i] for i in chosen)
     return chosen
 
 
 def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
-    """Return the accelerators that this process sees, and how many processes share them.
+    """Return this process's visible accelerators, and how many processes share them.
 
-    The third value is the index of this process among the processes that share them.
+    The third value is this process's index among those processes.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
     visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
-    # Intel's device files do not distinguish tiles, so use the machine's number of devices.
+    # Intel's device files do not distinguish tiles, so use the machine's device count.
     n_seen = count_accelerators() or (cluster.machine.devices_per_host if cluster.machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     position = visible_on_host[: cluster.local_rank].count(visible)
@@ -91,11 +91,11 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return, before JAX starts, the number of devices that the job should have.
+    """Return the number of devices that the job should have, before JAX starts.
 
     This is the product of the axis sizes. If the mesh contains -1, the number depends on the
-    processes and their hosts instead. On CPUs, this case raises `UsageError` like
-    `cpu_devices_per_process`. All processes call this together.
+    processes and their hosts instead. In this case, on CPUs, also raises whatever
+    `cpu_devices_per_process` raises. All processes call this together.
     """
     if shape.is_filled:
         return shape.n_devices

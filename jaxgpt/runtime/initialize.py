@@ -1,4 +1,4 @@
-"""Starting JAX on the processes of a job: its devices and `jax.distributed`."""
+"""Starting JAX's devices and `jax.distributed` on the processes of a job."""
 
 import ipaddress
 import math
@@ -24,7 +24,7 @@ from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"))
-# JAX settings that affect results. Only the configuration may change results.
+# JAX settings that affect results. They are fixed, because only the configuration may do so.
 PINNED = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
@@ -49,31 +49,30 @@ def initialize_jax(
     """Start JAX on this process, and connect the processes if the job has several.
 
     Every process must call this. It sets environment variables, the JAX settings in `PINNED` and,
-    on CPUs, options of malloc. In a job with several processes, it also unsets proxy variables and
-    discards whatever C++ code prints to stdout.
+    on CPUs, malloc options. In a job with several processes, it also unsets proxy variables and
+    discards C++ output to stdout.
 
     Args:
         cluster: the processes of the job.
-        shape: mesh shape, which determines the number of simulated devices on CPUs.
+        shape: mesh shape, which determines the number of simulated CPU devices.
         on_phase: called with the name of each startup phase when it begins.
-        preemption: whether JAX catches SIGTERM for `preemption_sync_point`, if the job has several
+        preemption: whether JAX catches SIGTERM for `preemption_sync_point`, in a job with several
             processes.
-        allow_cpu: accept CPUs even if accelerators are expected (the doctor reports this itself).
-            They are also accepted if JAX_PLATFORMS is set.
+        allow_cpu: accept CPUs even if accelerators are expected. They are also accepted if
+            JAX_PLATFORMS is set.
 
     Returns:
         A JSON-serializable dict of facts about the job, its devices and JAX, for the log and
-        `cluster.json`. `coordinator` is host:port, or None for a single process, and `notes` are
-        log lines. `ranks` has an entry for each process, with its `host` and the names of its
-        `devices`.
+        `cluster.json`. `coordinator` is host:port, or None for a single process. `notes` are log
+        lines. `ranks` has the `host` and the `devices` of each process.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
         OSError: if process 0 cannot resolve the coordinator's name or has no route to it.
         RuntimeError: if `jax.distributed` cannot connect the processes.
         UsageError: if the devices do not start, if accelerators are expected but only CPUs are
-            found, if processes outnumber the accelerators, if a mesh of CPU devices does not fit
-            the processes or the devices that JAX has already started with, or if an environment
+            found, if there are more processes than accelerators, if a mesh of CPU devices does not
+            fit the processes or the devices of an already running JAX, or if an environment
             variable is invalid.
     """
     on_phase("imports")
@@ -111,7 +110,7 @@ def initialize_jax(
 
 
 def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
-    """Connect the processes through `jax.distributed`; return the coordinator's host:port."""
+    """Connect the processes with `jax.distributed`. Return the coordinator's host:port."""
     import jax
 
     _keep_stdout_for_python()
@@ -119,7 +118,7 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
     coordinator = cluster.broadcast(cluster.run_on_all(_free_address, cluster))
     devices = local_device_ids(cluster)
     if cluster.rank:
-        # Try to connect first, because JAX would abort with a stack trace if it could not.
+        # Try to connect first, because JAX would abort with a stack trace on failure.
         connect_to_rank0(coordinator, cluster.rank, cluster.timeout).close()
     jax.distributed.initialize(
         coordinator,
@@ -182,11 +181,10 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`, or None if this is the only process.
+    """Return whether all processes stop after `step`, or None without `jax.distributed`.
 
-    `jax.distributed` is not running in that case. `requested` is True if this process has just been
-    asked to stop; it then sends itself SIGTERM, which JAX must catch (see `initialize_jax`). Every
-    process must call this for each step.
+    If `requested`, this process has just been asked to stop, and sends itself SIGTERM, which JAX
+    must catch (see `initialize_jax`). Every process must call this for each step.
     """
     import jax
 
@@ -200,7 +198,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
 
 def pin_settings() -> list[str]:
-    """Apply the settings in `PINNED`; return a warning for each one that had a different value."""
+    """Apply the settings in `PINNED`. Return a warning for each changed setting."""
     import jax
 
     notes = []
@@ -212,7 +210,7 @@ def pin_settings() -> list[str]:
 
 
 def describe(facts: dict[str, Any]) -> list[str]:
-    """Return log lines about the facts that `initialize_jax` returned."""
+    """Return log lines for the result of `initialize_jax`."""
     simulated = " simulated" if facts["simulated"] else ""
     machine = f", {facts['machine']}" if facts["machine"] else ""
     n_hosts = len(facts["hosts"])
@@ -242,7 +240,7 @@ def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return the line about devices and processes in the console's header.
+    """Return the console header's line about devices and processes.
 
     `facts` is the result of `initialize_jax`.
     """
@@ -259,7 +257,7 @@ def summary(facts: dict[str, Any]) -> str:
 def _own_devices() -> list[str]:
     """Return the names of this process's devices on its host, such as `gpu 3`.
 
-    All CPU devices together have a single name, such as `4 cpu devices`.
+    CPU devices share a single name, such as `4 cpu devices`.
     """
     import jax
 
@@ -275,9 +273,9 @@ def _own_devices() -> list[str]:
 
 
 def _collectives_library(device: Any) -> str:
-    """Return the name of the library that runs collectives between devices like this one.
+    """Return the name of the collectives library for a device.
 
-    For an unknown platform, return the name of the platform.
+    For an unknown platform, return the platform's name.
     """
     import jax
 
@@ -292,9 +290,9 @@ def _collectives_library(device: Any) -> str:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return an address of this host that other hosts can reach, or loopback on a single host."""
-    # On the coordinator's own host, the coordinator's name may resolve to loopback. In this case,
-    # use the address on the route to another host.
+    """Return an address at which other hosts can reach this host, or loopback on a single host."""
+    # On the coordinator's host, its name may resolve to loopback. In this case, use the address on
+    # the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
     outward = [a for a in everyone if not ipaddress.ip_address(a).is_loopback]
@@ -304,7 +302,7 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 def clear_proxies() -> list[str]:
     """Unset *_proxy variables except no_proxy, so that gRPC connects directly.
 
-    This includes upper-case names. Returns a log line with the names, or no line if none were set.
+    This includes upper-case names. Returns a log line with the names, if any were set.
     """
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:
@@ -314,7 +312,7 @@ def clear_proxies() -> list[str]:
 
 
 def _keep_stdout_for_python() -> None:
-    """Redirect C++'s stdout to /dev/null, because Gloo prints a line per process and group."""
+    """Discard C++ output to stdout, because Gloo prints a line per process and group."""
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:
@@ -323,7 +321,7 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """On process 0, return the host:port for the coordinator; return None on other processes."""
+    """Return the coordinator's host:port on process 0, and None on other processes."""
     if not cluster.is_main:
         return None
     if given := os.environ.get(COORDINATOR):

@@ -1,15 +1,14 @@
-"""Uses of JAX's private APIs. No other file may use them.
+"""All uses of JAX's private APIs.
 
-Each function documents why it needs the private name, and what it falls back to if a version of JAX
-no longer has that name. With such a version, tests/runtime/test_jax_internals.py fails and names
-the function.
+Each function documents why it needs a private name, and its fallback if JAX no longer has that
+name. tests/runtime/test_jax_internals.py then fails and reports the function.
 """
 
 import functools
 
 
 def set_gloo_hostname(address: str) -> bool:
-    """Make Gloo, the collectives library for CPUs, listen on this address of the host.
+    """Make Gloo, the collectives library for CPUs, listen on this host's `address`.
 
     Call this before JAX creates its first device. Reason: Gloo listens on the address that the
     host name resolves to (on Debian 127.0.1.1, which no other host can reach), and JAX has no
@@ -27,12 +26,12 @@ def set_gloo_hostname(address: str) -> bool:
 
 
 def use_one_cache_key() -> bool:
-    """Use the same compile-cache key for a program on all processes of a CPU job.
+    """Make a program's compile-cache key the same on all processes of a CPU job.
 
     Reason: JAX's key includes the topology, which differs between the processes of a CPU job, so
     only process 0 would find the entries that it wrote. This function makes JAX use the device
-    kinds instead, as JAX itself does if it cannot describe a topology. Fallback: return False, so
-    that the caller compiles without a cache.
+    kinds instead, as it does if it cannot describe a topology. Fallback: return False, so that the
+    caller compiles without a cache.
     """
     try:
         from jax._src import cache_key

@@ -1,26 +1,25 @@
-"""XLA flags. XLA reads them from XLA_FLAGS when JAX starts its devices."""
+"""XLA flags, which XLA reads when JAX starts its devices."""
 
 import os
 
 from jaxgpt.config import UsageError
 
 VARIABLE = "XLA_FLAGS"
-# In a CPU job, a process may wait a long time for others that share its cores. XLA's default
-# timeout is 40 s.
+# In a CPU job, a process may wait for others that share its cores for longer than XLA's default of
+# 40 s.
 CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
-# Flags for programs that are compiled only for inspection. XLA's older fusion emitters for CPUs
-# halve the compile time, with the same buffers and collectives.
+# Flags for programs that are compiled only for inspection. XLA's older CPU fusion emitters halve
+# the compile time and produce the same buffers and collectives.
 QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",)
 
 
 def add_xla_flags(*flags: str) -> None:
-    """Prepend missing flags to XLA_FLAGS, so that the user's flags win: XLA uses the last value.
+    """Prepend missing flags to XLA_FLAGS. The user's flags win, because XLA uses the last value.
 
-    Raises `UsageError` if XLA_FLAGS is set but does not begin with a dash, because it then names a
-    file.
+    Raises `UsageError` if XLA_FLAGS does not begin with a dash, because it then names a file.
     """
     given = os.environ.get(VARIABLE, "").strip()
     if given and not given.startswith("-"):
