@@ -176,8 +176,8 @@ class Checkpoints:
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
         """Restore a checkpoint. Return its arrays, bit for bit, and its JSON.
 
-        The JSON is in the format of `read_meta`. This first waits for saves in progress. All
-        processes call this together.
+        `read_meta` describes the JSON. This first waits for saves in progress. All processes call
+        this together.
 
         Args:
             shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.

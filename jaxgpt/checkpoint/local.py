@@ -61,9 +61,9 @@ class LocalFolder:
             if not probe.exists():
                 host = cluster.host_names[cluster.rank]
                 raise UsageError(
-                    f"checkpoint.local={self._folder}: host {host} does not see the files that "
-                    "process 0 writes there; give a folder that all hosts share, or leave the "
-                    "setting out"
+                    f"checkpoint.local={self._folder}: host {host} cannot see the files that "
+                    "process 0 writes there; give a folder that all hosts share, or remove the "
+                    "setting"
                 )
 
         cluster.run_on_all(create)

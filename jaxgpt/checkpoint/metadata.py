@@ -43,7 +43,7 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """Return the JSON in the checkpoint of `step` in a run directory.
+    """Return the JSON of a run's checkpoint at `step`.
 
     It has the keys in `SHAPE` and, unless it has the key `WEIGHTS_ONLY`, the keys in `RUN_SHAPE`.
     Raises `DamagedCheckpoint` if the JSON is missing, invalid or does not match its hash. Raises
@@ -87,7 +87,7 @@ def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
     except OSError as error:
         raise UsageError(
             f"{reason}; {path.with_name(str(step))} cannot be renamed ({error.strerror or error}); "
-            "remove it to continue from the checkpoint before it"
+            "remove it to continue from the previous checkpoint"
         ) from None
     return {"path": str(path), "reason": reason}
 
@@ -102,9 +102,10 @@ def newest_undamaged(
     checkpoint.on_damage.
 
     Raises:
-        DamagedCheckpoint: all checkpoints are damaged, or the newest one is damaged and
+        DamagedCheckpoint: if all checkpoints are damaged, or if the newest one is damaged and
             checkpoint.on_damage=refuse.
-        UsageError: the JSON of a checkpoint is temporarily unreadable or belongs to another step.
+        UsageError: if the JSON of a checkpoint is temporarily unreadable or belongs to another
+            step.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -185,7 +186,7 @@ def remove_temporary(checkpoints: Path) -> None:
 
 
 def is_step(name: str) -> bool:
-    """Return whether a folder with this name is a checkpoint: a step without leading zeros."""
+    """Return whether `name` is the name of a checkpoint: a step without leading zeros."""
     return name.isdecimal() and str(int(name)) == name
 
 

@@ -171,7 +171,7 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 
 
 def check_address(key: str, address: str) -> None:
-    """Raise a `UsageError` that names `key` unless `address` is host:port, with port 1 to 65535.
+    """Raise a `UsageError` about `key` unless `address` is host:port, with a port from 1 to 65535.
 
     The host need not resolve, but each label must have 1 to 63 characters in IDNA encoding.
     """
@@ -183,12 +183,12 @@ def check_address(key: str, address: str) -> None:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
             f"{key}={address}: must be host:port of process 0, such as node001:29500; a "
-            "single-process job needs no rank and size"
+            "single-process job does not need a rank and size"
         )
 
 
 def read_int(environ: Mapping[str, str], key: str | None) -> int | None:
-    """Return the value of a variable; None if it is unset or empty, or if `key` is None.
+    """Return the integer in a variable, or None if it is unset or empty, or if `key` is None.
 
     Raises `UsageError` if the value is not a whole number.
     """

@@ -13,7 +13,7 @@ from typing import Literal, TextIO
 
 # Device files of NVIDIA, AMD, Intel and Google accelerators.
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/accel[0-9]*")
-# Variables, set by users or launchers, that restrict the devices that a process sees.
+# Variables, set by users or launchers, that restrict which devices a process sees.
 VISIBLE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
@@ -48,9 +48,10 @@ def accelerator_expected() -> bool:
 
 
 def count_accelerators() -> int:
-    """Return the number of accelerators on this host, according to their device files.
+    """Return the number of accelerators on this host, based on device files.
 
-    The first vendor found of NVIDIA, AMD and Google is counted. Intel accelerators are not counted.
+    Only the first vendor found (NVIDIA, AMD or Google) is counted. Intel accelerators are not
+    counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))

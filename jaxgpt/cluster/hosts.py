@@ -45,10 +45,10 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 def read_host_file(path: str, option: str) -> Hosts:
     """Read a host file with lines `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
-    PBS lists a host once per slot, so the slots of repeated lines are added up, and a line without
+    PBS lists a host once per slot, so slots are summed over repeated lines, and a line without
     slots counts as one. If no line specifies slots and no host is repeated, all slots are None.
-    Other words of the form `key=value` are ignored. Raises a `UsageError` that names `option` if
-    the file is unreadable, malformed or empty.
+    Other words of the form `key=value` are ignored. Raises a `UsageError` about `option` if the
+    file is unreadable, malformed or empty.
     """
     try:
         with open(path, errors="replace") as file:
@@ -81,7 +81,7 @@ def read_host_file(path: str, option: str) -> Hosts:
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
     """Expand a Slurm node list into unique host names, in Slurm's order.
 
-    Raises a `UsageError` that names `variable` if the list is malformed.
+    Raises a `UsageError` about `variable` if the list is malformed.
 
     >>> expand_node_list("nid[001-003,007],x[1-2]c[0-1]")
     ('nid001', 'nid002', 'nid003', 'nid007', 'x1c0', 'x1c1', 'x2c0', 'x2c1')

@@ -263,7 +263,7 @@ def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, st
 
 
 def find_mpiexec(prefer_own: bool = True) -> str:
-    """Return the path of the mpiexec next to this Python, or else of another one in PATH.
+    """Return the path of the mpiexec next to this Python, or else of another mpiexec in PATH.
 
     With `prefer_own=False`, the mpiexec in PATH takes precedence.
 

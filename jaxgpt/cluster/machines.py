@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts about a machine, needed to run jobs on it."""
+    """Facts about a machine."""
 
     name: str
     # Regular expression for whole host names, short or full, in lower case. None if other machines
@@ -86,7 +86,7 @@ MACHINES = (
     ),
     # [NERSC] Nodes are named nid001234, as on other Cray machines. They have 4 A100 GPUs (40 GB on
     # most nodes) and 64 cores with 128 threads. [WarpX] uses -c 32 for four tasks, and no GPU
-    # binding, because Slurm would hide the other processes' GPUs and so prevent NVLink transfers.
+    # binding, because Slurm would hide the other processes' GPUs, which prevents NVLink transfers.
     Machine(
         name="Perlmutter",
         variables={"NERSC_HOST": "^perlmutter$", "SLURM_CLUSTER_NAME": "^perlmutter$"},

@@ -56,7 +56,7 @@ class HangLimit(NamedTuple):
 class Progress(NamedTuple):
     """Progress of a process. The process with the lowest `number` is the furthest behind."""
 
-    number: int = 0  # of the activity; all processes have the same activities
+    number: int = 0  # of the activity; all processes count the same activities
     activity: str = "the start"
     is_overdue: bool = False  # whether the activity exceeds its time limit
 
@@ -223,7 +223,7 @@ class Monitor:
     def _run(self, is_up: threading.Event) -> None:
         try:
             asyncio.run(self._main(is_up))
-        except BaseException:  # after a bug here, the job would have no monitor
+        except BaseException:  # a bug here must not leave the job without a monitor
             report_and_end(traceback.format_exc(), FAILED)
 
     async def _main(self, is_up: threading.Event) -> None:
@@ -510,11 +510,11 @@ def _missing_sentence(missing: Collection[int], size: int | None, timeout: float
 def hang_sentence(
     silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
 ) -> str:
-    """Return a sentence on which processes hang, in which activity, and which processes wait.
+    """Return a sentence about the hanging and the waiting processes, with their activities.
 
     The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind.
-    The activity is that of the lowest of these ranks. `known` maps ranks to their progress, as far
-    as it is known. `hosts` has the host name of each rank; if it is empty, no hosts are named.
+    Their activity is taken from the lowest rank. `known` maps ranks to their progress, if known.
+    `hosts` has the host name of each rank; if it is empty, no hosts are named.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))

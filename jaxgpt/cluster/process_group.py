@@ -64,7 +64,7 @@ class ProcessGroup:
         if error is not None and self.size > 1:  # even SystemExit, because others still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
-        self.monitor.close()  # leave MPI running; it can be initialised only once
+        self.monitor.close()  # leave MPI running; it can be initialized only once
 
     @property
     def is_main(self) -> bool:
@@ -102,7 +102,7 @@ class ProcessGroup:
         """Call `function` on every process, and return this process's result.
 
         If any call raises a `UsageError` or a subclass, all processes raise a plain `UsageError`
-        with the message of the lowest such rank. All processes must call this.
+        with the message from the lowest rank that failed. All processes must call this.
         """
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
@@ -139,7 +139,7 @@ def join_process_group(
 
     If some processes do not start in time, the job ends with status 1 and an error that lists them
     if possible. It also ends with status 1 if ranks or sizes contradict each other. In a job with
-    several processes, this starts the monitor's thread. Under an MPI launcher, it initialises MPI.
+    several processes, this starts the monitor's thread. Under an MPI launcher, it initializes MPI.
 
     Args:
         timeout: seconds to wait for the other processes.
@@ -220,7 +220,7 @@ def _host_identity() -> list[str]:
 
 
 def start_mpi(launch: Launch, for_threads: bool = False) -> str:
-    """Initialise MPI, which waits for all processes. Return the name of the MPI library.
+    """Initialize MPI, which waits for all processes. Return the name of the MPI library.
 
     With `for_threads`, several threads may use MPI. MPI is finalized when the process exits.
 

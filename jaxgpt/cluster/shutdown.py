@@ -65,7 +65,7 @@ def abort_mpi(status: int) -> None:
 def end_with(error: BaseException) -> NoReturn:
     """Report an error, then terminate this process and, under MPI, the whole job.
 
-    Use this only while the process is not connected to others.
+    Use this only in a process that is not connected to others.
     """
     flush_stdout()
     report_and_end(*report_of(error))

@@ -222,7 +222,7 @@ def pbs_seconds(text: str, now: float) -> float | None:
 def ask(*command: str) -> tuple[str, str]:
     """Run a scheduler's command. Return (output, "") or, if it fails, ("", problem).
 
-    The command fails if it cannot start, exits with a nonzero status, or takes more than `COMMAND`
+    It fails if it cannot be started, exits with a nonzero status, or takes more than `COMMAND`
     seconds.
     """
     try:

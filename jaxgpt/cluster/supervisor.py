@@ -142,7 +142,7 @@ class Supervisor:
     async def _receive_progress(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Record the progress that process 0 of an attempt reports, until it disconnects."""
+        """Record the progress reported by process 0 until it disconnects."""
         keep_alive(writer)
         job = None
         try:
@@ -196,8 +196,8 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Kill leftover processes of `job` and probe each host, in parallel.
 
-    A healthy host can write to `directory` and compute on each of its devices. Returns the problem
-    of each host, or None if it is healthy. Raises `OSError` if the launcher cannot be started. Also
+    A healthy host can write to `directory` and compute on each of its devices. Returns each host's
+    problem, or None if it is healthy. Raises `OSError` if the launcher cannot be started. Also
     raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]

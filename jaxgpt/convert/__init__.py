@@ -15,7 +15,7 @@ TRANSFORMERS = "hf:"  # prefix for a transformers folder instead of a run direct
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
-    """Return FOLDER as a path, with ~ expanded, for `hf:FOLDER` or FOLDER.
+    """Return the path in `hf:FOLDER` or FOLDER, with ~ expanded.
 
     Raises `UsageError`, with a message that begins with `key`, if the path is invalid or the home
     directory is unknown.

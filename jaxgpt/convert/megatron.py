@@ -134,7 +134,7 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of each (tensor rank, pipeline rank).
+    """Return the checkpoint file of each rank, by (tensor rank, pipeline rank).
 
     `path` is either a checkpoint folder, or a folder with several checkpoints and a file that names
     the latest one, which is then used. Raises `UsageError` if there is no such folder, if it has no
@@ -146,7 +146,7 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
             newest = (path / name).read_text(errors="replace").strip()
             folder = newest if newest == "release" else form.format(newest)
             if Path(folder).name != folder or not (path / folder).is_dir():
-                raise UsageError(f"{path / name}: names {folder}, which is not a folder next to it")
+                raise UsageError(f"{path / name}: refers to {folder}, which is not in this folder")
             path = path / folder
             break
     if not path.is_dir():
@@ -182,7 +182,7 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return one rank's arguments, and its tensors in the format of `flat`.
+    """Return one rank's arguments, and its tensors as `flat` returns them.
 
     Arguments are numbers, strings or lists of these. Enum members are replaced with their values,
     and any other values with None, even inside lists. Raises `UsageError` if the file cannot be

@@ -83,9 +83,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UsageError(f"{path}: has no weight_map from tensors to file names")
     for name in sorted(set(files.values())):
         if Path(name).name != name or name in ("", ".", ".."):
-            raise UsageError(f"{path}: names {name!r}, which is not a file in the same folder")
+            raise UsageError(f"{path}: lists {name!r}, which is not a file in the same folder")
         if not (path.parent / name).is_file():
-            raise UsageError(f"{path}: names {name}, which is missing; copy that file too")
+            raise UsageError(f"{path}: lists {name}, which is missing; copy that file too")
     return files
 
 

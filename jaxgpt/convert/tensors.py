@@ -1,4 +1,4 @@
-"""Interface for tensors that stay on disk until they are read, and atomic output folders."""
+"""Interface for reading tensors from disk, and atomic output folders."""
 
 import contextlib
 import os

@@ -15,7 +15,7 @@ class BatchSizes:
     """
 
     def __init__(self, changes: Iterable[Sequence[int]]):
-        """Initialise from (first step, batch size from that step on) pairs, sorted by step."""
+        """Initialize from pairs of a first step and a batch size, sorted by step."""
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:

@@ -57,7 +57,7 @@ def read_file_list(path: Path) -> list[str]:
 def parse_lines(lines: Sequence[str], key: str) -> list[BlendEntry]:
     """Parse the lines of a blend, one source per line.
 
-    `key` is the setting that holds the lines, for error messages.
+    `key` is the setting that contains the lines, for error messages.
 
     Raises:
         UsageError: if a line is invalid, if a source has less than a millionth of its corpus's
@@ -102,7 +102,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return (share of all samples, corpus) for each source. They determine the sampling order."""
+    """Return the (share of all samples, corpus) pairs that determine the sampling order."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
@@ -114,9 +114,9 @@ class WeightedInterleave:
     its share. This is the chairman assignment problem (R. Tijdeman, Discrete Math. 32, 1980). Its
     solutions are usually built one sample at a time. Here, the sequence is divided into blocks, so
     that looking up sample n does not require all earlier samples. At each block boundary,
-    `_counts_at` computes counts directly such that the blocks on both sides can satisfy the bound.
-    Inside a block, the bound gives each sample a range of positions, and samples are scheduled
-    earliest deadline first. A block is long enough to contain a sample from every corpus.
+    `_counts_at` computes the counts directly, so that the blocks on both sides can satisfy the
+    bound. Inside a block, the bound gives each sample a range of positions, and samples are
+    scheduled earliest deadline first. A block is long enough to contain a sample from every corpus.
     Otherwise, rounding could make a count decrease within a block.
 
     All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
@@ -124,7 +124,7 @@ class WeightedInterleave:
     """
 
     def __init__(self, weights: Sequence[Fraction]):
-        """Initialise from positive weights, each at least MIN_SHARE of their sum."""
+        """Initialize from positive weights, each at least MIN_SHARE of their sum."""
         share = min(weights) / sum(weights)
         assert share >= MIN_SHARE, weights
         self.block = max(MIN_BLOCK, 2 ** math.ceil(math.log2(2 / share)))
@@ -234,7 +234,7 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
-        """Initialise from the weight of each source and the index of its corpus.
+        """Initialize from the weight of each source and the index of its corpus.
 
         Every index from 0 to the largest must occur. Each source needs at least MIN_SHARE of its
         corpus's weight, and each corpus at least MIN_SHARE of the total weight.

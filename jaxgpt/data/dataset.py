@@ -57,8 +57,8 @@ class Dataset:
     def find_document(self, source: int, split: str, offset: int) -> Document:
         """Return the document that contains the token at `offset` in a split of a source.
 
-        `source` is an index into `sources`. The document's `start` and `end` count from the start
-        of the source, not the split. Its fields are None if the source has no document index.
+        `source` is an index into `sources`. The document's `start` and `end` are offsets in the
+        source, not in the split. Its fields are None if the source has no document index.
         """
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
         return Document() if find is None else find(tokens.first + offset)
@@ -80,7 +80,7 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Return the log lines that describe the dataset."""
+        """Return log lines that describe the dataset."""
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
@@ -111,7 +111,7 @@ class Dataset:
         return lines
 
     def verify(self) -> None:
-        """Check a sample of the pages of each source.
+        """Check a sample of each source's pages.
 
         The sample has at most 64 MiB per split, divided evenly among the sources, but at least 16
         pages per source.
@@ -164,14 +164,14 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
-    """Return `config` with model.vocab_size and, for data.document_mask, data.end_of_text set.
+    """Return `config` with the vocabulary size and, for data.document_mask, the end-of-text token.
 
     If `dataset` is None, the vocabulary size comes from `vocabulary_size`, and the end-of-text
     token defaults to 0.
 
     Raises:
-        UsageError: if the end-of-text token of the dataset is unknown or outside the vocabulary, or
-            for any of the reasons listed in `vocabulary_size`.
+        UsageError: if the dataset's end-of-text token is unknown or outside the vocabulary. Also
+            raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -280,7 +280,7 @@ def _open_source(
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
         divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         tokens = tokens | divided
-        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # it hashes the whole split
+        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # hash of the whole split
         note = f" with data.val_share={data.val_share}"
     for split in splits or tokens:
         if split not in tokens:
@@ -347,7 +347,7 @@ def _unreadable(entry: BlendEntry, error: OSError) -> UsageError:
 
 
 def _remedy(path: Path) -> str:
-    """Return advice for a path at which no token data can be opened."""
+    """Return advice for a path without token data."""
     if (path / PARTS).is_dir():
         return "its preparation was interrupted; run the same jaxgpt.prepare command again"
     for suffix, kind in (".idx", "Megatron pairs"), (".bin", "token files"):

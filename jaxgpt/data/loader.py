@@ -53,8 +53,7 @@ class Loader:
             split: "train" or "val".
             seed: seed for the sample order.
             sharding: sharding of the global batches; if None, only NumPy rows can be read.
-            random_steps: inclusive ranges of steps whose tokens are replaced with random ones, for
-                fault injection.
+            random_steps: inclusive step ranges in which fault injection feeds random tokens.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
@@ -104,7 +103,7 @@ class Loader:
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the sequence number of a row of a step, counted from 0 over the whole run."""
+        """Return the number of a row's sequence, counted from 0 over the whole run."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
@@ -116,17 +115,17 @@ class Loader:
         return RowLocation(corpus, source, self._samplers[source].offset(number))
 
     def corpora(self, step: int) -> np.ndarray:
-        """Return the index in `names` of the corpus of each row of a step: int, shape (B,)."""
+        """Return the corpus of each row in a step's batch, as an index into `names`: int, (B,)."""
         first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
-        """Return the number of tokens that steps 1 to `step` consume from each of `names`."""
+        """Return the number of tokens that steps 1 to `step` consume from each corpus."""
         counts = self._blend.counts(self.batch_sizes.consumed(step))
         return [n * (self._row_length - 1) for n in counts]
 
     def is_random(self, step: int) -> bool:
-        """Return whether fault injection replaces the tokens of a step with random ones."""
+        """Return whether fault injection feeds random tokens to a step."""
         return any(first <= step <= last for first, last in self._random_steps)
 
     def read(self, step: int, rows: range) -> np.ndarray:
@@ -152,7 +151,7 @@ class Loader:
         return draw.integers(self._vocab_size, size=self._row_length, dtype=np.int32)
 
     def read_weights(self, step: int, rows: range) -> np.ndarray:
-        """Return the loss weight (0 or 1) of each token of the given rows: uint8, (rows, T+1).
+        """Return the loss weights (0 or 1) for rows of a step's batch: uint8, (rows, T+1).
 
         Raises:
             UsageError: if a mask cannot be read or holds a byte other than 0 or 1.
@@ -167,7 +166,7 @@ class Loader:
     def batch(self, step: int) -> "jax.Array | TokenRows":
         """Return the global batch of a step: int32 (B, T+1), or `TokenRows` if the data has masks.
 
-        The loader must have a sharding. Raises `UsageError` like `read` and `read_weights`.
+        The loader must have a sharding. Raises whatever `read` and `read_weights` raise.
         """
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
@@ -181,7 +180,7 @@ class Loader:
     def batches(self, steps: Iterable[int]) -> Generator["jax.Array | TokenRows", None, None]:
         """Yield the batches of `steps`. A thread prefetches two batches.
 
-        Raises `UsageError` like `batch`. Close the iterator to stop the thread early.
+        Raises whatever `batch` raises. Close the iterator to stop the thread early.
         """
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:

@@ -79,9 +79,9 @@ def is_pair(path: Path) -> bool:
 
 
 def open_pair(path: Path) -> OpenSource:
-    """Open the file pair at a path that `is_pair` accepts, as the "train" split.
+    """Open a file pair, given by a path that `is_pair` accepts, as the "train" split.
 
-    Raises `UsageError` like `read_index`.
+    Raises whatever `read_index` raises.
     """
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)
@@ -142,7 +142,7 @@ def read_index(prefix: Path | str) -> Index:
         modes = array("i1", end, sequences)
         i = int((modes != 0).argmax())
         _check(modes[i] == 0, idx_path, end + i, f"mode {modes[i]} of sequence {i}", "0 (text)")
-    # The first sequence starts at byte 0, and each later one where the previous one ends.
+    # The first sequence starts at byte 0. Each other sequence starts where the previous one ends.
     starts = {0: 0} | {i + 1: _end_of(index, i) for i in _sample(sequences - 1)}
     for i, start in starts.items():
         found, expected = f"start {index.pointers[i]} of sequence {i}", f"{start} (no gap)"

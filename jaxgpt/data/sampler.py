@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 ROUNDS = 4
-# With at most this many windows n, random numbers are sorted instead. Grain's cipher permutes at
+# With at most this many windows n, they are ordered by random numbers. Grain's cipher permutes at
 # least 2^16 values, so each window would need about 2^16 / n rounds of cycle walking.
 FEW_WINDOWS = 1024
 BLOCK = 1024  # number of windows to permute at a time

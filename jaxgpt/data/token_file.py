@@ -90,7 +90,7 @@ class Tokens:
         size: int | None = None,
         mask: TokenFile | None = None,
     ):
-        """Select `size` tokens that start at token `first`; by default, up to the end of the file.
+        """Select `size` tokens starting at token `first`, by default all tokens up to the end.
 
         The mask has one byte for each token of the file: 1 if the token counts toward the loss as a
         target, 0 if not. Without a mask, all tokens count.

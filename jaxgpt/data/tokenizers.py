@@ -60,7 +60,7 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
-        Invalid UTF-8 becomes U+FFFD. An ID beyond the vocabulary becomes U+FFFD or nothing.
+        Invalid UTF-8 becomes U+FFFD. IDs beyond the vocabulary become U+FFFD or are dropped.
         """
         raise NotImplementedError
 
@@ -328,8 +328,8 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             vocab.json and merges.txt).
         end_of_text: the name of the token between documents. By default, a prepared dataset or a
             SentencePiece model defines this token. Otherwise, it is the `eos_token` in a
-            tokenizer_config.json in the same folder, or a common name for this token that is in the
-            vocabulary, or None. Ignored for `byte`.
+            tokenizer_config.json in the same folder, or a common name in the vocabulary, or None.
+            Ignored for `byte`.
 
     Raises:
         UsageError: if the tokenizer is missing or invalid, if it lacks the given `end_of_text`, or

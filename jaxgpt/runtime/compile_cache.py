@@ -54,8 +54,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     line = f"compile cache: {folder}"
     if not on_cpu or cluster.size == 1:
         return line
-    # A process with a cache miss waits for process 0 to compile, which it does not do after a cache
-    # hit. Therefore, all processes must see the same files, and no other job may add files.
+    # A process with a cache miss waits for process 0 to compile, but process 0 does not compile
+    # after a cache hit. Therefore, all processes must see the same files, and no other job may add
+    # files.
     problem = cluster.broadcast(_lock(folder, cluster) if cluster.is_main else None)
     if problem:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # writes nothing

@@ -14,9 +14,9 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates.
 
-    JAX_NUM_CPU_DEVICES takes precedence. Otherwise, it is the product of the axis sizes divided by
-    the number of processes. If the mesh contains -1, it is the smallest number for which the
-    product of the other sizes divides the total.
+    The default is the product of the axis sizes divided by the number of processes. If the mesh
+    contains -1, it is the smallest number for which the product of the other sizes divides the
+    total number of devices. JAX_NUM_CPU_DEVICES takes precedence.
 
     Raises `UsageError` if the number of processes does not divide the product of a mesh without -1,
     if a process would need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is
@@ -53,8 +53,8 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     Processes on one host that see the same accelerators get equal shares, and any remainder is
     unused. The result is None on CPUs, and if a process sees at most one accelerator or shares its
     accelerators with no other process. On a machine in `MACHINES` with Intel GPUs, this also sets
-    ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if two or
-    more accelerators are shared by more processes.
+    ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if there are
+    fewer accelerators than processes, unless a process sees at most one.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
@@ -91,7 +91,7 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return the number of devices that the job should have, before JAX starts.
+    """Return the job's expected number of devices, before JAX starts.
 
     This is the product of the axis sizes. If the mesh contains -1, the number depends on the
     processes and their hosts instead. In this case, on CPUs, also raises whatever

@@ -24,7 +24,7 @@ from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"))
-# JAX settings that affect results. They are fixed, because only the configuration may do so.
+# JAX settings that affect results. They are fixed: only the configuration may change results.
 PINNED = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,

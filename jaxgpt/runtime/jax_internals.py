@@ -8,7 +8,7 @@ import functools
 
 
 def set_gloo_hostname(address: str) -> bool:
-    """Make Gloo, the collectives library for CPUs, listen on this host's `address`.
+    """Make Gloo, the collectives library for CPUs, listen on `address` on this host.
 
     Call this before JAX creates its first device. Reason: Gloo listens on the address that the
     host name resolves to (on Debian 127.0.1.1, which no other host can reach), and JAX has no

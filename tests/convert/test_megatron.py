@@ -300,5 +300,5 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
     with pytest.raises(UsageError, match="has checkpoint_version 1.0; it must be 2 or later"):
         from_megatron(folder, tmp_path / "ours")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(UsageError, match="which is not a folder next to it"):
+    with pytest.raises(UsageError, match="which is not in this folder"):
         from_megatron(tmp_path, tmp_path / "ours")

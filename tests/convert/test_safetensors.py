@@ -121,11 +121,11 @@ def test_a_header_that_makes_no_sense_is_refused(entry, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("../x.safetensors", "names '../x.safetensors', which is not a file in the same folder"),
-        ("/etc/passwd", "names '/etc/passwd'"),
-        ("a/b.safetensors", "names 'a/b.safetensors'"),
-        ("..", "names '..'"),
-        ("other.safetensors", "names other.safetensors, which is missing; copy that file too"),
+        ("../x.safetensors", "lists '../x.safetensors', which is not a file in the same folder"),
+        ("/etc/passwd", "lists '/etc/passwd'"),
+        ("a/b.safetensors", "lists 'a/b.safetensors'"),
+        ("..", "lists '..'"),
+        ("other.safetensors", "lists other.safetensors, which is missing; copy that file too"),
     ],
 )
 def test_an_index_names_files_of_its_folder_only(name, words, tmp_path):

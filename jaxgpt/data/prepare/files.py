@@ -26,7 +26,7 @@ def kind(path: Path) -> tuple[str, ...]:
 
 
 def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the input files, with folders replaced by the suitable files in them.
+    """Return the input files, including the suitable files in input folders.
 
     Hidden files and folders are skipped.
 
@@ -184,6 +184,6 @@ def read_rows(
 def count_characters(path: Path) -> int:
     """Return the number of characters in a text file.
 
-    Raises `UsageError` like `read_text`.
+    Raises whatever `read_text` raises.
     """
     return sum(map(len, read_text(path)))

@@ -155,7 +155,7 @@ def _check_messages(messages: list[Any]) -> None:
         is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_message or "role" not in message:
             raise ValueError(
-                f"message {number} must have a `role` and a string as its `content`, not "
+                f"message {number} must have a `role` and a string `content`, not "
                 f"{json.dumps(message)[:80]}"
             )
         if message["role"] not in ROLES:

@@ -83,7 +83,7 @@ def write_parts(
     folder: Path,
     pool: Executor | None,
 ) -> list[Part]:
-    """Tokenize the files that are in no part yet. Return all parts in the order of the files.
+    """Tokenize the files that are not in a part yet. Return all parts in the order of the files.
 
     This process and the pool write parts in parallel. A progress bar is shown on standard error.
 

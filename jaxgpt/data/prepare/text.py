@@ -110,7 +110,7 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file.
 
-    Raises `UsageError` like `InputFile.chunks`.
+    Raises whatever `InputFile.chunks` raises.
     """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):

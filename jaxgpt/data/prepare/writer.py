@@ -1,4 +1,4 @@
-"""Writers for nanoGPT's folder with meta.json and for Megatron-LM's .bin and .idx files."""
+"""Writers for nanoGPT folders with meta.json and for Megatron-LM file pairs."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a dataset from in-memory arrays of token IDs, (tokens,), one for each of `SPLITS`.
+    """Write a dataset from arrays of token IDs, shape (tokens,), one for each of `SPLITS`.
 
     `source` describes the origin of the text. Raises `OSError` if `directory` cannot be written.
     """
@@ -111,8 +111,8 @@ def megatron_writer(
 
     The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
     `UsageError` if a token ID does not fit into `dtype`, which must be one of `CODES`. Both files
-    appear when the block ends, and the last document must then be complete. Raises `OSError` if a
-    file cannot be written, and `UsageError` like `write_index`.
+    appear when the block ends. The last document must be complete. Raises `OSError` if a file
+    cannot be written, and `UsageError` like `write_index`.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document
@@ -120,7 +120,7 @@ def megatron_writer(
     ...     add([10])
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
-    lengths, unfinished = array("q"), 0  # tokens in each finished and in the unfinished document
+    lengths, unfinished = array("q"), 0  # number of tokens per document, and in the unfinished one
 
     with scratch_folder(prefix.parent) as scratch:
         with open(scratch / f"{prefix.name}.bin", "wb") as file:
