@@ -304,7 +304,7 @@ class Checkpoints:
                     self._start_copy(writing)
 
     def _settle_all(self, is_final: bool = False) -> None:
-        """Wait until no save or copy is in progress."""
+        """Wait for all saves and copies to finish."""
         self._settle(is_final)
         self._settle(is_final)  # waits for the copy that the first call started
 

@@ -111,7 +111,7 @@ class LocalFolder:
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Copy a checkpoint to the run directory, atomically.
+        """Atomically copy a checkpoint to the run directory.
 
         Then remove it and older checkpoints from the local folder. Raises `OSError` if it cannot be
         copied.

@@ -32,7 +32,7 @@ SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that only some processes may raise. Each such process prints it."""
+    """A `UsageError` that only some processes may raise. Each of these processes prints it."""
 
 
 @dataclass(frozen=True)

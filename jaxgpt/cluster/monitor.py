@@ -1,7 +1,7 @@
 """Thread that connects a process to its job and detects failures and hangs.
 
-Every other process has one TCP connection to process 0. The thread serves it, so a process still
-answers while its main thread compiles for an hour. Each message is one line of JSON:
+Each process other than process 0 has a TCP connection to process 0. The thread serves it, so a
+process still answers while its main thread compiles for an hour. Each message is one line of JSON:
 
     ["beat", number, activity, overdue, words]  Both ways: I am alive and have made this progress.
     ["gather", value]     To process 0: this is my value for a collective.
@@ -112,10 +112,10 @@ class Monitor:
     def connect(self, rank: int, size: int, connection: socket.socket, timeout: float) -> None:
         """Connect all processes to process 0, and start the thread.
 
-        `connection` is a listening socket on process 0, and a socket connected to process 0 on the
-        others. Only process 0 waits for the others. If some processes do not connect within
-        `timeout` seconds, process 0 lists them and terminates the job. It also terminates the job
-        if a process has a wrong rank or size. In both cases, the status is 1.
+        On process 0, `connection` is a listening socket. On the others, it is connected to process
+        0. Only process 0 waits for the others. If some processes do not connect within `timeout`
+        seconds, process 0 lists them and terminates the job. It also terminates the job if a
+        process has a wrong rank or size. In both cases, the status is 1.
         """
         self.rank, self.size = rank, size
         self.start()

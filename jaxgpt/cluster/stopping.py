@@ -30,7 +30,7 @@ def margin(seconds: float, save: float, step: float) -> float:
     """Return how many seconds before the end of a job to stop, so that a checkpoint can be saved.
 
     A run stops after the current step or the next one, because the processes must agree on a step.
-    A short job still trains for three quarters of its time if the rest suffices for 1.5 saves.
+    A short job still trains for three quarters of its time if 1.5 saves fit into the rest.
 
     Args:
         seconds: seconds from the start of the run to the end of the job.

@@ -26,7 +26,7 @@ PROGRAMS = {
     "jaxgpt": None,
     "train.py": "gpt2",  # nanoGPT
 }
-# Launcher options: the number of processes, of processes per host, and of hosts.
+# Launcher options for the number of processes, processes per host, and hosts.
 TOTAL = {"-n", "-np", "--ntasks"}
 PER_HOST = {"--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node"}
 HOSTS = {"--nnodes", "-N", "--nodes"}
@@ -121,7 +121,7 @@ def _expand(text: str, variables: dict[str, str]) -> str:
     while previous != text:  # defaults may contain variables
         previous, text = text, _VARIABLE.sub(value, text)
 
-    def calculated(match: re.Match) -> str:  # names need no $ in arithmetic
+    def calculated(match: re.Match) -> str:  # names do not need a $ in arithmetic
         names = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
         return _calculate(names, match[0])
 

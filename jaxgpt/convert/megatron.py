@@ -84,7 +84,7 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32. There must be at least one row.
+        """Return rows [start, stop) as float32. There must be at least one row.
 
         If `stop` is None, return all rows from `start` on. Raises `UsageError` if they cannot be
         read.

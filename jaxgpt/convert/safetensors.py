@@ -30,7 +30,7 @@ class SafeTensor:
     shape: tuple[int, ...]
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32, like `Tensor.read`.
+        """Return rows [start, stop) as float32, like `Tensor.read`.
 
         Raises `UsageError` if they cannot be read or their dtype is not in `DTYPES`.
         """
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return at most `most` names and the number of remaining names, for an error message."""
+    """List at most `most` names, followed by the number of others, for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

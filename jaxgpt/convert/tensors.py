@@ -25,7 +25,7 @@ class Tensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32. Raise `UsageError` if they cannot be read.
+        """Return rows [start, stop) as float32. Raise `UsageError` if they cannot be read.
 
         If `stop` is None, return all rows from `start` on. Scalars are returned whole.
         """

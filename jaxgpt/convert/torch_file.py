@@ -48,7 +48,7 @@ class TorchTensor:
         return tuple(self.tensor.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return the rows [start, stop) in float32, like `Tensor.read`.
+        """Return rows [start, stop) as float32, like `Tensor.read`.
 
         Raises `UsageError` if they cannot be read or their dtype is not in `FLOATS`.
         """

@@ -76,7 +76,7 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 def total_weight(batch: Batch) -> jax.Array:
     """Return the loss divisor, max(sum of the weights, 1), as a float32 scalar.
 
-    The maximum makes the loss of a batch without targets 0.
+    Because of the maximum, a batch without targets has a loss of 0.
     """
     return jnp.maximum(batch.weights.sum(), 1.0)
 

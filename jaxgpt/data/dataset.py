@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """An opened source, with the splits requested from `open_dataset`."""
+    """A source with the splits requested from `open_dataset`."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -28,7 +28,7 @@ class Source(OpenSource):
 
 @dataclass(frozen=True)
 class Dataset:
-    """The opened sources of a run, with their vocabulary size and tokenizer."""
+    """The sources of a run, with their vocabulary size and tokenizer."""
 
     sources: tuple[Source, ...]
     vocab_size: int

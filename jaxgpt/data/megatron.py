@@ -142,7 +142,7 @@ def read_index(prefix: Path | str) -> Index:
         modes = array("i1", end, sequences)
         i = int((modes != 0).argmax())
         _check(modes[i] == 0, idx_path, end + i, f"mode {modes[i]} of sequence {i}", "0 (text)")
-    # The first sequence starts at byte 0. Each other sequence starts where the previous one ends.
+    # The first sequence starts at byte 0. Every later sequence starts where the previous one ends.
     starts = {0: 0} | {i + 1: _end_of(index, i) for i in _sample(sequences - 1)}
     for i, start in starts.items():
         found, expected = f"start {index.pointers[i]} of sequence {i}", f"{start} (no gap)"

@@ -15,8 +15,8 @@ import math
 import numpy as np
 
 ROUNDS = 4
-# With at most this many windows n, they are ordered by random numbers. Grain's cipher permutes at
-# least 2^16 values, so each window would need about 2^16 / n rounds of cycle walking.
+# Up to this many windows are shuffled by sorting random numbers. Grain's cipher permutes at least
+# 2^16 values, so each of n windows would need about 2^16 / n rounds of cycle walking.
 FEW_WINDOWS = 1024
 BLOCK = 1024  # number of windows to permute at a time
 

@@ -1,4 +1,4 @@
-"""An open token source: its splits, its documents and the contents of its meta.json."""
+"""Token sources: their splits, documents and meta.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ FindDocument = Callable[[int], Document]
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A token source opened by a `Format`."""
+    """A token source, as returned by `Format.open`."""
 
     # Tokens of each split. If there is "train" but no "val", a run validates on the end of "train".
     tokens: dict[str, Tokens]

@@ -19,7 +19,7 @@ END_OF_TEXT = "<|endoftext|>"
 # End-of-text names to try, in this order, if no file defines one. They are from GPT-2 (and
 # GPT-NeoX), Llama 3, Llama 2 and Gemma.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-SHAPES = {  # the structure of the result of `to_meta`, for each type of tokenizer
+SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "char": {"characters": str},
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},

@@ -54,7 +54,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     unused. The result is None on CPUs, and if a process sees at most one accelerator or shares its
     accelerators with no other process. On a machine in `MACHINES` with Intel GPUs, this also sets
     ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if there are
-    fewer accelerators than processes, unless a process sees at most one.
+    fewer accelerators than processes, unless at most one accelerator is visible.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)

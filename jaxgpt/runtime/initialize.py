@@ -1,4 +1,4 @@
-"""Starting JAX's devices and `jax.distributed` on the processes of a job."""
+"""Starting JAX and `jax.distributed` on the processes of a job."""
 
 import ipaddress
 import math

@@ -12,7 +12,7 @@ from jaxgpt.data.tokenizers import Tokenizer
 def encode_answers(
     documents: Sequence[LineDocument], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (token IDs, loss weights) of each document: int64 and uint8, shape (tokens,).
+    """Yield (token IDs, loss weights) for each document: int64 and uint8, shape (tokens,).
 
     The weight is 1 for the tokens of answers and 0 for all others. The tokens are those of the
     whole text, unless a token would cross the start or end of an answer. In that case, the text is

@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
 class _Division(NamedTuple):
     """Rule for forming the splits of a dataset from the splits of its parts."""
 
-    joined: dict[str, tuple[str, ...]]  # split -> the part splits to concatenate
+    joined: dict[str, tuple[str, ...]]  # split -> splits of the parts to concatenate
     cut: float | None  # fraction of "train" to move to "val"
     description: str
 
@@ -179,7 +179,7 @@ def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
 
 
 def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
-    """Return whether the given splits of all parts, joined, end with a complete document."""
+    """Return whether the last document in the given splits of all parts is complete."""
     ends = [part.ends[split] for part in parts for split in splits if split in part.ends]
     return bool(ends and ends[-1])
 

@@ -26,7 +26,7 @@ def kind(path: Path) -> tuple[str, ...]:
 
 
 def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the input files, including the suitable files in input folders.
+    """Return the input files and the suitable files in input folders.
 
     Hidden files and folders are skipped.
 

@@ -67,7 +67,7 @@ class LineReader:
         return self.read_value(value, where)
 
     def read_value(self, value: Any, where: str) -> LineDocument:
-        """Return the document in a parsed line or in a row, like `read`."""
+        """Return the document in a parsed line or row, like `read`."""
         try:
             fields = self._fields(value, where)
             if self._has_messages:

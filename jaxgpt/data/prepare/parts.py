@@ -237,7 +237,7 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
         is_pipe = not file.path.is_file()
         facts.append([
             str(file.path.absolute()), found.st_size, found.st_mtime_ns, file.n_train,
-            uuid.uuid4().hex if is_pipe else None,  # the text of a pipe cannot be read again
+            uuid.uuid4().hex if is_pipe else None,  # a pipe cannot be read again
         ])  # fmt: skip
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
