@@ -1,5 +1,5 @@
-"""Tables of other programs' flags. A flag with the same meaning as a jaxgpt setting is accepted.
-For other flags, the error says what to use instead.
+"""Tables of other programs' flags. Flags with the same meaning as a jaxgpt setting are accepted.
+For other flags, the error suggests what to use instead.
 
 Sources: nanoGPT's configurator.py, wordplay's Hydra keys, the arguments.py of Megatron-LM and
 Megatron-DeepSpeed, DeepSpeed's JSON keys, torchtitan's job configs, MaxText's base.yml, and

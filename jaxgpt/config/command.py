@@ -40,8 +40,8 @@ class CommandParser(argparse.ArgumentParser):
 def file_path(given: str) -> Path:
     """Return an option's value as a path, with ~ expanded; an argparse type.
 
-    Raises `ArgumentTypeError` if the value is empty or cannot be the name of a file, or if its ~
-    has no known home directory.
+    Raises `ArgumentTypeError` if the value is empty or not a valid file name, or if the home
+    directory is unknown.
     """
     if not given:  # Path("") is the working directory
         raise argparse.ArgumentTypeError("is empty; give the path of a file or folder")

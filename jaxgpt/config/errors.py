@@ -12,8 +12,7 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 class UsageError(ValueError):
     """A mistake that the user can fix; the exit status is 2.
 
-    The message says on one line what is wrong and how to fix it. If there are several mistakes,
-    each is one argument of the exception and gets its own line.
+    Each argument of the exception describes one mistake and its fix, and is printed on one line.
     """
 
     def __str__(self) -> str:
@@ -22,10 +21,10 @@ class UsageError(ValueError):
 
 
 def expand_user(path: str, key: str = "") -> str:
-    """Return a path with its ~ expanded, which shells do not do in `key=~/...`.
+    """Expand ~ in a path, because shells do not expand it in `key=~/...`.
 
-    Raises `UsageError` if the home directory is unknown, or if no file can have this name because
-    it is too long or contains a null character. The message begins with `key`.
+    Raises `UsageError` if the home directory is unknown, or if the name is too long or contains a
+    null character. The message begins with `key`.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):
@@ -39,7 +38,7 @@ def expand_user(path: str, key: str = "") -> str:
 def in_words(error: Exception) -> str:
     """Return an error's message, without the error number or path of an `OSError`.
 
-    An error without a message is described by its type.
+    If there is no message, return the name of the error's type.
     """
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
@@ -101,5 +100,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text, cut off after `most` characters and followed by `...` if it is longer."""
+    """Return the text. If it has more than `most` characters, truncate it and append `...`."""
     return text if len(text) <= most else f"{text[:most]}..."

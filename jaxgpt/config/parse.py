@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both are first converted to a list of strings for each key, such as {"model.n_layer": ["3"]}. The
-key's type in the schema then determines how these strings are converted to a value.
+Both are first converted to lists of strings, such as {"model.n_layer": ["3"]}. The key's type in the
+schema then determines how these strings are converted to a value.
 """
 
 import ast
@@ -100,9 +100,9 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints every key, or those of one group (`--help model`), and exits with status 0.
-    In the result, `train.batch_size_per_device` is None, because it has been converted to
-    `train.batch_size`; see `counts_devices_later` for the exception.
+    `--help` prints all keys, or those of one group (`--help model`), and exits with status 0. In
+    the result, `train.batch_size_per_device` is None, because it has been converted to
+    `train.batch_size`, unless `counts_devices_later` is set.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
@@ -113,7 +113,7 @@ def parse_args(
             `train.batch_size_per_device` is ignored if `argv` sets `train.batch_size`. If the
             settings come from `--out`, `data.accept_changes` and `checkpoint.resume` are also
             ignored.
-        prog: The name of the command in the text of `--help` and in corrected commands.
+        prog: Name of the command, for `--help` and for corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options found in
             the former, by name. They take precedence over the defaults and over a preset, except
             that a preset can reduce model.block_size. They do not take precedence over the user's
@@ -122,8 +122,8 @@ def parse_args(
             Called if `--config` is not given and `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, they are not checked.
-        note: Called with each remark about another program's flags or about the computed batch
-            size. By default, remarks are printed to stderr.
+        note: Called with remarks about another program's flags and about the computed batch size.
+            By default, they are printed to stderr.
         counts_devices_later: If parallel.mesh contains -1, keep `train.batch_size_per_device`. By
             default, the combination is an error.
 
@@ -215,7 +215,7 @@ def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
 
 
 def _error_in(key: str, words: Sequence[str]) -> str:
-    """Return the error in the words of a setting, or an empty string."""
+    """Return the error message for a setting's value, or an empty string if the value is valid."""
     try:
         _value(key, words)
     except UsageError as error:
@@ -226,7 +226,7 @@ def _error_in(key: str, words: Sequence[str]) -> str:
 def _report(
     prog: str, line: CommandLine, wrong: Mapping[str, str], build: Callable[[Words], Config]
 ) -> list[str]:
-    """Return the lines of an error message about all problems, ending with a corrected command.
+    """Return the lines of an error message that lists all problems and a corrected command.
 
     For commands other than jaxgpt.train, only the settings are shown.
 
@@ -236,14 +236,14 @@ def _report(
     problems = [*line.problems, *wrong.values()]
     given, left_out = _corrected(line, wrong)
     without = f" (without {', '.join(map(shorten, left_out))})" if left_out else ""
-    # Other commands have options of their own, which are not known here.
+    # The options of other commands are not known here.
     kind, start = ("command", [prog]) if prog == TRAIN else ("settings", [])
     corrected = [f"corrected {kind}{without}:", f"  {_join(start, given)}"]
     try:
         build(given)
     except UsageError as error:
         corrected = []
-        if not left_out:  # otherwise, leaving something out may have caused the error
+        if not left_out:  # otherwise, the error may be due to an argument that was left out
             problems.append(str(error))
     problems = _join_same(problems)
     if len(problems) == 1:
@@ -252,7 +252,7 @@ def _report(
 
 
 def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list[str]]:
-    """Return the corrected words of each setting, and the arguments to leave out."""
+    """Return the settings with corrected values, and the arguments to leave out."""
     given, left_out = {}, list(line.left_out)
     for key, words in line.words.items():
         fix = aliases.VALUE_FIXES.get(words[0]) if key in wrong and words else None
@@ -270,7 +270,7 @@ def train_command(
     """Translate another program's arguments; return the jaxgpt.train command and remarks.
 
     `config` is the preset with that program's defaults. It is used if the arguments do not show
-    which program they are for. If it is None, the command then selects no preset. `quote` quotes an
+    which program they are for. If it is None, no preset is selected. `quote` quotes an
     argument for the shell. Values that contain shell variables, such as $SIZE, are not checked.
     Arguments that cannot be translated are left out, and a remark lists them.
     """
@@ -333,7 +333,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def checked(config: Config, choices: Choices | None = None) -> Config:
-    """Return a configuration whose values have been checked as on a command line.
+    """Return the configuration after checking its values as if they came from a command line.
 
     `choices` are as for `parse_args`. Raises `UsageError` if `config` is not a `Config`, if a value
     is malformed, or if settings contradict each other.
@@ -448,7 +448,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
-    """Return the value strings of each `section.key` of a nested mapping; errors name `origin`."""
+    """Flatten nested settings to `section.key` -> strings. Error messages begin with `origin`."""
     out = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:

@@ -15,7 +15,7 @@ from jaxgpt.config.errors import UsageError
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number: a description, and a function that checks whether a value fits."""
+    """Bounds of a number: a description, and a function that checks a value."""
 
     text: str
     contain: Callable[[Any], bool]
@@ -381,7 +381,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """Detection of loss spikes, and how to react to them."""
+    """Detection of loss spikes, and the response to them."""
 
     action: Literal["off", "log", "skip_update", "rewind"] = "log"
     """What to do after a spike: record it (log), discard its update (skip_update), or, for a spike

@@ -1,4 +1,4 @@
-"""Translation of command lines, including other programs', into words for each setting."""
+"""Translation of command lines, including those of other programs, to strings for each setting."""
 
 import difflib
 import math
@@ -21,9 +21,9 @@ WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
 
 @dataclass
 class CommandLine:
-    """Settings on a command line, and messages to the user about its other arguments."""
+    """Settings from a command line, and messages about its other arguments."""
 
-    words: dict[str, list[str]] = field(default_factory=dict)  # the words of each `section.key`
+    words: dict[str, list[str]] = field(default_factory=dict)  # strings for each `section.key`
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # arguments without a correction
@@ -57,8 +57,8 @@ def translate(
     """Return the settings that a command line describes.
 
     Arguments that cannot be translated do not raise an error, but are listed in the `problems` of
-    the result. Values are not checked. If `argv` names a DeepSpeed configuration, that file is
-    read.
+    the result. Values are not checked. Reads the DeepSpeed configuration that `argv` refers to, if
+    any.
 
     Args:
         argv: The arguments, which may be flags of other programs.
@@ -292,7 +292,7 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
 
 
 def _set_split(line: CommandLine, words: list[str]) -> None:
-    """Set data.val_share from Megatron's shares for training, validation and test."""
+    """Set data.val_share from Megatron's split into training, validation and test data."""
     shown = line.shown["split"]
     try:
         shares = [float(share) for share in " ".join(words).strip("'\"").split(",")]
@@ -310,7 +310,7 @@ def _set_split(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_strategy(line: CommandLine) -> None:
-    """Set the ZeRO stage and the remaining devices' axis from wordplay's or DeepSpeed's flags."""
+    """Set the ZeRO stage and the axis for remaining devices from wordplay's or DeepSpeed's flags."""
     later, stage = line.later, None
     if "ds_config" in later:
         stage = _stage_of(line, " ".join(later["ds_config"]))
@@ -390,7 +390,7 @@ def _set_mesh(line: CommandLine) -> None:
 def _set_batch(line: CommandLine) -> None:
     """Set the batch size from Megatron's and nanoGPT's microbatch sizes."""
     later, words = line.later, line.words
-    if "per_device" in later:  # MaxText counts all devices, even if they share rows
+    if "per_device" in later:  # MaxText counts all devices, even those that share rows
         shown, number = line.shown["per_device"], later["per_device"][0]
         size = _whole(number.removesuffix(".0"))
         if size:

@@ -1,4 +1,4 @@
-"""Conversion of strings to the values of settings, and descriptions of their types."""
+"""Conversion of strings to values of settings, and descriptions of the settings' types."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ def settings() -> dict[str, Any]:
 
 
 def takes_many(kind: Any) -> bool:
-    """Return whether a setting of this type takes a list of words."""
+    """Return whether a setting of this type takes a list."""
     return typing.get_origin(kind) is tuple
 
 
@@ -86,9 +86,7 @@ def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def words_of(kind: Any) -> list[str]:
-    """Return the fixed words that a type allows, such as True and False.
-
-    The result is empty if there are no fixed words, or if the only one is None.
+    """Return the literals that a type allows, such as True and False.
     """
     if kind is bool:
         return ["True", "False"]
