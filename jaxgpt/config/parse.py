@@ -1,6 +1,6 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both are first converted to lists of strings, such as {"model.n_layer": ["3"]}. The key's type in the
+Both are converted to lists of strings, such as {"model.n_layer": ["3"]}. The key's type in the
 schema then determines how these strings are converted to a value.
 """
 

@@ -310,7 +310,8 @@ def _set_split(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_strategy(line: CommandLine) -> None:
-    """Set the ZeRO stage and the axis for remaining devices from wordplay's or DeepSpeed's flags."""
+    """Set the ZeRO stage, and the axis of the remaining devices, from wordplay or DeepSpeed
+    flags."""
     later, stage = line.later, None
     if "ds_config" in later:
         stage = _stage_of(line, " ".join(later["ds_config"]))

@@ -30,8 +30,8 @@ def make_optimizer(
 
     Its `update(gradients, state, params)` returns a direction and the new state. The training step
     multiplies the direction by the learning rate and subtracts it from the parameters. The learning
-    rate is not part of the optimizer, because it depends on the step number, which skipped steps
-    also advance, rather than on the number of updates.
+    rate is not part of the optimizer, because it depends on the step number, not on the number of
+    updates.
 
     Raises `UsageError` if there is no optimizer of that name.
     """

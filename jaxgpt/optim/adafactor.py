@@ -34,10 +34,9 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
 
     The learning rate is relative to the RMS of each matrix or vector, or to 1e-3 if the RMS is
     lower; the paper uses 1e-2. Each matrix in a stack is factored, clipped and scaled separately;
-    `qkv` holds three matrices per layer. Embeddings are also factored. Vectors are not factored,
-    and neither are matrices with fewer than 128 rows or columns. Without weight decay or vocabulary
-    padding, optax.adafactor gives the same result for 2D arrays, but it treats a stack as a single
-    array.
+    `qkv` holds three matrices per layer. Embeddings are also factored. Vectors, and matrices with
+    fewer than 128 rows or columns, are not factored. Without weight decay or vocabulary padding,
+    optax.adafactor gives the same result for 2D arrays, but it treats a stack as a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights

@@ -58,9 +58,8 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     the stack. If the matrices are sharded, one all-to-all gives each device the full matrices of
     its share, and another returns the results to their shards. If they are replicated, an
     all-gather copies the results to all replicas. The stack is padded to a multiple of the number
-    of devices. The accelerators of a mesh compute in bfloat16, like Keller Jordan's code. CPUs
-    compute in float32, and so does a single device without a mesh. The results have the dtype of
-    `updates`.
+    of devices. The accelerators of a mesh compute in bfloat16, like Keller Jordan's code. CPUs, and
+    a single device without a mesh, compute in float32. The results have the dtype of `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)

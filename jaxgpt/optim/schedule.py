@@ -13,8 +13,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     The warm-up reaches the peak, `learning_rate`, at step `warmup_iters`. Without a warm-up, the
     schedule begins at step 0. The cosine and wsd schedules end at step max(`lr_decay_iters`,
     `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by default a tenth of the
-    peak). The float32 result is within one unit in the last place of the exact value. It is
-    computed on the host, so that trained and skipped steps log the same digits.
+    peak). The float32 result is within one ulp of the exact value. It is computed on the host, so
+    that trained and skipped steps log the same digits.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr
@@ -46,7 +46,7 @@ def _constant(config: OptimizerConfig, step: int) -> float:
 
 
 def _left(step: int, end: int, length: int) -> float:
-    """Return the fraction of the last `length` steps before `end` that comes after `step`."""
+    """Return the remaining fraction of a decay that takes `length` steps and ends at step `end`."""
     return min(max(end - step, 0), length) / length
 
 

@@ -23,10 +23,10 @@ from jaxgpt.parallel.sharding import Params
 # Function from (params, opt_state) to their values after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
 
-# Each gate is used on the platform where it does not cause XLA to make an extra copy of the state.
-# Additional temporary memory that a step of gpt2 with 4 layers needs on one device (JAX 0.10.2,
-# 2026-11): on a CPU, `gate_by_where` takes 216 MB and `gate_sequentially` takes none; on an H100,
-# they take 0.1 MB and 53 MB, and `jax.lax.cond` takes 782 MB.
+# Each gate is used where it does not make XLA copy the state. Additional temporary memory that a
+# step of gpt2 with 4 layers needs on one device (JAX 0.10.2, 2026-11): on a CPU, `gate_by_where`
+# takes 216 MB and `gate_sequentially` takes none; on an H100, they take 0.1 MB and 53 MB, and
+# `jax.lax.cond` takes 782 MB.
 
 
 def gated_update(
@@ -38,7 +38,7 @@ def gated_update(
     on_cpu: bool,
     by_layer: bool,
 ) -> tuple[Params, Any]:
-    """Return `update(parameters, gradients, *old)` if the update is due, else `old`, bit for bit.
+    """Return `update(parameters, gradients, *old)` if the update is due, else `old` unchanged.
 
     Args:
         is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
@@ -46,7 +46,7 @@ def gated_update(
             If None, every update is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
-        on_cpu: use the gate that needs less memory on CPUs, unless `by_layer` is set.
+        on_cpu: choose the gate that needs less memory on a CPU. No effect with `by_layer`.
         by_layer: update one layer at a time, with `_layerwise_update`.
     """
     if by_layer:
@@ -56,7 +56,7 @@ def gated_update(
 
 
 def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Return `update(*old)` if `is_due` is True or None, else `old`, bit for bit."""
+    """Return `update(*old)` if `is_due` is True or None, else `old` unchanged."""
     new = update(*old)
     # Select the values instead of multiplying the update by 0, because 0 * NaN is NaN.
     return new if is_due is None else jax.tree.map(functools.partial(jnp.where, is_due), new, old)

@@ -16,9 +16,8 @@ from jaxgpt.spikes.skip import SkipRanges
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
     """Return a loss that is NaN on device faults.nan_device at step faults.nan_step.
 
-    Its gradient is also NaN. Both are also NaN on all devices that compute the same rows of the
-    batch. On other devices, the loss is unchanged. `loss` and `step` are scalars. Call this inside
-    `jax.shard_map`.
+    Its gradient is also NaN. The same happens on all devices that compute the same rows of the
+    batch. `loss` and `step` are scalars. Call this inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:
@@ -32,7 +31,7 @@ def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> 
 
 
 def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..., Any]:
-    """Return a train step that also flips one bit of a parameter, once, after faults.bit_flip_step.
+    """Wrap a train step to flip one bit of a parameter, once, after step faults.bit_flip_step.
 
     `train_step` takes a state (with `params`), a step and other operands, and returns a state and
     metrics. If faults.bit_flip_step is not set, return `train_step` itself.

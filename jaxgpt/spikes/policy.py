@@ -29,13 +29,13 @@ class NoRewind(Exception):
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """Return all rewinds of a run, oldest first; an empty list if there are none.
 
-    A rewind is a dict with the values of the `SpikeRecord` of its spike, except `kind`, `step` and
-    `action`, and with these additional keys:
+    A rewind is a dict with the fields of a `SpikeRecord`, except `kind`, `step` and `action`, and
+    with these additional keys:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
-    - `skip`: a list of the first and the last step whose batches are skipped.
-    - `dropped`: a list of the first and the last abandoned step.
+    - `skip`: list of the first and last step to skip.
+    - `dropped`: list of the first and last abandoned step.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 
     Raises `UsageError` if rewinds.json is damaged or unreadable.
@@ -74,7 +74,7 @@ def decide_rewind(
         directory: the run directory.
         saved: the steps of the undamaged checkpoints.
         spike: the record of the spike, as a dict.
-        last: the last step that the run has completed.
+        last: the last completed step.
         sizes: the batch size of each step so far.
 
     Raises:
@@ -112,7 +112,7 @@ def decide_rewind(
 
 
 def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
-    """Return how many consecutive rewinds, up to the latest, went back to step `to` or later.
+    """Count the most recent consecutive rewinds that went back to step `to` or later.
 
     `rewinds` is the result of `read_rewinds`. Counting stops at a rewind to an earlier step,
     because the run has made progress since.

@@ -1,4 +1,4 @@
-"""The record of a spike, with the rows that have the highest losses."""
+"""The record of a spike, with the highest-loss rows."""
 
 from typing import Any
 
