@@ -222,7 +222,7 @@ def refusals(home):
     yield lambda: loaded.logits([1.5]), "tokens: an array of shape (1,) and dtype float64"
     yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
-    yield lambda: loaded.logits([1] * 33), "tokens: a text of 33 tokens is longer than"
+    yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is longer than"
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
     yield lambda: loaded.generate(n_tokens=0), "n_tokens=0, at_once=0: must be at least 1"
     yield lambda: loaded.generate(n_tokens=2.5), "n_tokens=2.5, at_once=2.5: must be at least 1"

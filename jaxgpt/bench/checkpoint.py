@@ -31,7 +31,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
     """Time saving and restoring a checkpoint, and writing and reading plain files.
 
     There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint is
-    1 GB unless they name a config. `out` is the folder to write to, by default the system's
+    1 GB unless they include --config. `out` is the folder to write to, by default the system's
     temporary directory. Raises `UsageError` if the folder lacks space, if a setting is invalid, or
     if a save fails. Also raises whatever `open_job` and `Job.start_jax` raise.
     """
@@ -78,8 +78,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
-    A round is the merged dict of the seconds that `save`, `restore`, `_write_files` and
-    `_read_files` return. The ratios are `save_ratio` and `restore_ratio`, as fractions.
+    A round is a dict with all results of `save`, `restore`, `_write_files` and `_read_files`. The
+    ratios are `save_ratio` and `restore_ratio`, as fractions.
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
@@ -109,7 +109,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Time restoring the checkpoint, including the verification of its checksums.
+    """Time restoring the checkpoint, including checksum verification.
 
     Returns the seconds of the slowest process as `restore_seconds`. All processes call this
     together. Raises the same errors as `Checkpoints.restore`.
@@ -131,7 +131,7 @@ def _file_sizes(job: Job) -> list[int]:
 
 
 def _write_files(job: Job) -> dict[str, float]:
-    """Time writing plain files of the same sizes as the checkpoint's, with fsync after each."""
+    """Time writing plain files of the same sizes as the checkpoint files, with fsync after each."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 

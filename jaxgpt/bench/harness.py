@@ -1,4 +1,4 @@
-"""The result of a benchmark, and the job that the benchmark runs in."""
+"""The result of a benchmark, and the job that it runs in."""
 
 import contextlib
 import importlib.metadata
@@ -161,8 +161,8 @@ def open_job(
     `single_process` is set. Raises `OSError` if the system's temporary directory is not writable.
     Also raises whatever `join_process_group` raises.
     """
-    # A compile cache would hide compile times. JOB_START would add the time since this job started
-    # to the start-up times of the commands that bench startup runs.
+    # A compile cache would hide compile times. JOB_START would add the age of this job to the
+    # start-up times that bench startup measures.
     for variable in ("JAX_COMPILATION_CACHE_DIR", JOB_START):
         os.environ.pop(variable, None)
     cluster = join_process_group(config.init_timeout)

@@ -112,10 +112,10 @@ class Rounds:
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config whose data exists, and a description of that data.
 
-    If `synthetic` is set, or if the folder of data.dataset is used but has no train.bin, random
-    tokens replace the data. They are written to the job's folder. The dataset `python` counts as
-    present, because `prepare_run` creates it. All processes call this together. Raises `UsageError`
-    like `vocabulary_size` and `with_vocabulary`.
+    If `synthetic` is set, or if data.dataset is selected but has no train.bin, random tokens in the
+    job's folder replace the data. The dataset `python` counts as present, because `prepare_run`
+    creates it. All processes call this together. Raises `UsageError` like `vocabulary_size` and
+    `with_vocabulary`.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

@@ -98,8 +98,8 @@ def rates(
 ) -> dict[str, Any]:
     """Return the time per step and the rates derived from it, in the format of `measure`.
 
-    `seconds` holds each round's seconds per step, and `products` holds the job's FLOP/s in size x
-    size matmuls in the same rounds.
+    For each round, `seconds` holds the seconds per step, and `products` the job's FLOP/s in size x
+    size matmuls.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size
@@ -130,7 +130,7 @@ def rates(
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
-    """Return the bytes that a compiled step needs per device, and the largest peak so far.
+    """Return the memory per device of a compiled step, and the largest peak so far, in bytes.
 
     All processes call this together. The peak is None if a process cannot measure it.
     """
@@ -149,8 +149,8 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
     """Return a function that measures the job's total FLOP/s in size x size matmuls.
 
     All devices multiply their own matrices at the same time, so all processes must call it
-    together. Measuring one device and multiplying by the number of devices would be wrong on CPUs,
-    whose devices share the cores.
+    together. Measuring a single device would overestimate CPU devices, because they share the
+    cores.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))

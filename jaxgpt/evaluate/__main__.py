@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if is_help(argv) and rank_from_env() > 0:
             return  # only rank 0 prints the help
-        # Take data settings out first, because --input would take those that follow it as files.
+        # Take out data settings first, because --input would treat them as files.
         settings = [word for word in argv if re.match(r"data\.\w+=", word)]
         words = [word for word in argv if word not in settings]
         arguments, others = parser().parse_known_args(words)
@@ -94,10 +94,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_lm_eval(argv: list[str]) -> None:
-    """Run EleutherAI's lm_eval with jaxgpt models and its command-line options `argv`.
+    """Run EleutherAI's lm_eval with command-line options `argv`, which replace sys.argv.
 
-    This replaces sys.argv. Invalid options terminate the process. Raises `UsageError` if lm_eval is
-    not installed, and for the same reasons as `JaxGPT`.
+    Invalid options terminate the process. Raises `UsageError` if lm_eval is not installed. Also
+    raises whatever `JaxGPT` raises.
     """
     try:
         import lm_eval  # noqa: F401
@@ -115,19 +115,19 @@ def run_lm_eval(argv: list[str]) -> None:
 def input_folder(
     arguments: argparse.Namespace, settings: list[str], run: Path, cluster: ProcessGroup
 ) -> Iterator[list[str]]:
-    """Yield `settings`. With --input, data.path is set to a temporary folder of its tokens.
+    """Yield `settings`. With --input, also set data.path to a temporary folder with its tokens.
 
     All processes must call this. The first process of each host tokenizes the text with the run's
     tokenizer or data.tokenizer. Raises `UsageError` if the tokenizer is unknown, if the text cannot
-    be tokenized, or if `settings` select data, too.
+    be tokenized, or if `settings` also select data.
     """
     if arguments.input is None:
         yield settings
         return
     if arguments.split not in (None, ALL):
         raise UsageError(
-            f"--split {arguments.split}: cannot be used with --input, whose text is not divided; "
-            "remove one"
+            f"--split {arguments.split}: cannot be used with --input, which has no splits; remove "
+            "one"
         )
     for word in settings:
         if word.lstrip("-").startswith(SOURCES):
@@ -178,7 +178,7 @@ def evaluate(
 
 
 def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str, Any]:
-    """Return the settings of the evaluation, and the losses of the split and of each corpus.
+    """Return the evaluation settings, and the losses of the split and of each corpus.
 
     The losses of the split are at the top level, and those of each corpus are in `corpora`, by
     name: nats per token, perplexity, bits per byte (or None), and counts of tokens and bytes.

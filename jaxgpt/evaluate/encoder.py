@@ -1,4 +1,4 @@
-"""Tokenization of texts for lm_eval, with the special tokens that transformers adds."""
+"""Tokenization for lm_eval, with the special tokens that transformers adds."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +13,16 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class Encoder(NamedTuple):
-    """A tokenizer and the special tokens around each text."""
+    """A tokenizer, and the special tokens to add before and after its tokens."""
 
     tokenizer: Tokenizer
     prefix: int
-    """ID of the token before a text without context: BOS, else EOS, else end-of-text, else 0."""
+    """Token ID to use as an empty context: BOS, else EOS, else end-of-text, else 0."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token IDs of a text, by default with the special tokens around it.
+        """Return the token IDs of a text, by default with special tokens.
 
         Raises `UsageError` like `Tokenizer.encode`.
         """
@@ -60,7 +60,7 @@ def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
 def _added(
     settings: Mapping[str, Any], tokenizer: HFTokenizer, bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the IDs of the special tokens before and after every text."""
+    """Return the IDs of the special tokens to add before and after."""
     flags = {"add_bos_token": bos, "add_eos_token": eos}
     if not flags.keys() & settings.keys():
         return tokenizer.tokens_around()

@@ -52,7 +52,7 @@ class JaxGPT(TemplateLM):
             max_length: longest context in tokens; default the model's.
             batch_size: number of rows to score at once; `auto` means 16.
             max_batch_size, device: accepted because lm_eval passes them to every model, but unused.
-            others: must be empty; used to report unknown arguments.
+            others: must be empty; reported as unknown arguments.
 
         Raises `UsageError` for invalid arguments, a missing or damaged checkpoint, a run without a
         tokenizer, or more than one process.
@@ -89,7 +89,7 @@ class JaxGPT(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """ID of the token that precedes a text without context."""
+        """ID of the token that replaces an empty context."""
         return self._encoder.prefix
 
     @property
@@ -128,8 +128,8 @@ class JaxGPT(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each text in nats. Each token is predicted once.
 
-        `prefix_token_id` precedes each text, which is split into windows of at most `max_length`
-        tokens. Raises `UsageError` like `tok_encode`.
+        `prefix_token_id` is prepended to each text, and windows have at most `max_length` tokens.
+        Raises `UsageError` like `tok_encode`.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
 IN_FLIGHT = 2  # number of batches in flight while the host reads results
-TOKENS_AT_ONCE = 16  # tokens to generate before checking whether every text has ended
+TOKENS_AT_ONCE = 16  # tokens to generate between checks for stop strings
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a temporary folder `name` that the first process of each host creates with `write`.
+    """Yield a temporary folder `name`, which the first process of each host creates with `write`.
 
-    Each host has its own, because hosts may not share temporary folders. All processes must call
+    Each host has its own, because hosts might not share temporary folders. All processes must call
     this. If `write` raises `UsageError` on any process, all of them raise it.
     """
     with contextlib.ExitStack() as at_end:
@@ -119,7 +119,7 @@ def find_trained(
         step: step of the checkpoint; default the newest.
         mesh: value of `parallel.mesh` for the evaluation.
         dtype: dtype of the computation; default the run's.
-        settings: data settings, "data.KEY=VALUE", that replace the run's.
+        settings: data settings, "data.KEY=VALUE", which override the run's.
         block_size: length T of the longest row; default the model's.
 
     Raises `UsageError` if there is no such checkpoint, if its metadata is damaged, if its
@@ -139,7 +139,7 @@ def find_trained(
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
     if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)  # a learned table cannot be resized
+        config = config.replace(model__block_size=block_size)  # learned positions are fixed
     data: Literal["own", "given", "none"]
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
@@ -238,8 +238,8 @@ class Model:
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 
-        `rows` may also be a list of texts, each given as at most `block_size` token IDs. In that
-        case, T is the padded length of the longest text.
+        `rows` may also be a list of sequences of at most `block_size` token IDs. In that case, T is
+        the padded length of the longest sequence.
 
         Losses are float32 in nats, and tokens are int32 IDs. Both have the shape (T,), where T is
         `rows.length`. Element i is for token i + 1 of the row. Losses after the end of a row are 0.
@@ -267,13 +267,12 @@ class Model:
                 progress.update(size)
 
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the logits of the token after each token: float32 (T, V), or (B, T, V) for rows.
+        """Return the next-token logits at each token: float32 (T, V), or (B, T, V) for a batch.
 
         Attention is the same as in training. `score` computes its losses from the same logits.
 
         Args:
-            tokens: token IDs of one text, (T,), or of several texts of the same length, (B, T). T
-                is at most `block_size`.
+            tokens: token IDs of one sequence (T,) or of a batch (B, T). T is at most `block_size`.
 
         Raises `UsageError` if a token is not in the vocabulary, if there are too many tokens or
         none, or if `tokens` has another shape or dtype.
@@ -291,12 +290,13 @@ class Model:
         given, vocab_size = np.asarray(tokens), self._vocab_size
         if given.ndim not in (1, 2) or not given.size or given.dtype.kind not in "iu":
             raise UsageError(
-                f"tokens: an array of shape {given.shape} and dtype {given.dtype} is not a text; "
-                "give token IDs of shape (T,) or (B, T), such as model.tokenizer.encode(text)"
+                f"tokens: an array of shape {given.shape} and dtype {given.dtype} does not "
+                "contain token IDs; give IDs of shape (T,) or (B, T), such as "
+                "model.tokenizer.encode(text)"
             )
         if given.shape[-1] > self.block_size:
             raise UsageError(
-                f"tokens: a text of {given.shape[-1]} tokens is longer than "
+                f"tokens: a sequence of {given.shape[-1]} tokens is longer than "
                 f"model.block_size={self.block_size}; give at most that many tokens"
             )
         outside = given[(given < 0) | (given >= vocab_size)]
@@ -357,9 +357,9 @@ class Model:
     ) -> str:
         """Return a prompt followed by generated text. See `generate_tokens`.
 
-        The new text is cut before the first `stop` string in it. An empty prompt stands for the
-        end-of-text token or, without one, token 0. Raises `UsageError` if the model has no
-        tokenizer, or if the tokenizer cannot encode the prompt.
+        Generation stops before the first `stop` string. An empty prompt stands for the end-of-text
+        token or, without one, token 0. Raises `UsageError` if the model has no tokenizer, or if the
+        tokenizer cannot encode the prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
@@ -374,14 +374,14 @@ class Model:
         stop: Sequence[str] = (),
         at_once: int | None = None,
     ) -> Iterator[list[Written]]:
-        """Generate continuations of several prompts as one batch; yield the texts as they grow.
+        """Continue several prompts as one batch, and yield the texts as they grow.
 
-        Each text is the same as if it were the only one, apart from rounding.
+        The results are the same as if each prompt were the only one, up to rounding.
 
         Args:
             prompts: the prompts, as for `generate`.
             n_tokens: number of tokens to generate for each prompt.
-            sampling: how each token is chosen.
+            sampling: how to choose each token.
             seeds: a random seed for each prompt.
             stop: stop strings; see `generate`.
             at_once: number of tokens to generate between two yields; by default, all of them, or
@@ -428,7 +428,7 @@ class Model:
         top_p: float | None = None,
         min_p: float | None = None,
     ) -> list[int]:
-        """Return the IDs of `n_tokens` generated tokens that continue a prompt.
+        """Return `n_tokens` generated token IDs that continue a prompt.
 
         Args:
             tokens: IDs of the prompt, at least one. Only the last `block_size` are used.
@@ -463,7 +463,7 @@ class Model:
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):
             raise UsageError(
-                f"n_tokens={n_tokens}, at_once={at_once}: must be at least 1, and whole numbers"
+                f"n_tokens={n_tokens}, at_once={at_once}: must be whole numbers, at least 1"
             )
         given = [self._check_tokens(tokens[-self.block_size :]) for tokens in prompts]
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
@@ -504,14 +504,14 @@ class Model:
 
 
 def is_count(number: object) -> bool:
-    """Return whether a number is whole and at least 1."""
+    """Return whether a number is a positive integer."""
     return isinstance(number, int | np.integer) and number >= 1
 
 
 def over_texts(
     function: Callable[..., Any], n_texts: int, in_axes: tuple[int | None, ...]
 ) -> Callable[..., Any]:
-    """Return `jax.vmap(function, in_axes)`. A single text runs without vmap, which is faster."""
+    """Return `jax.vmap(function, in_axes)`. A batch of one is faster without vmap."""
     import jax
 
     if n_texts > 1:
@@ -528,17 +528,17 @@ def over_texts(
 
 
 class Pair(NamedTuple):
-    """Token IDs of a context and of its continuation."""
+    """Token IDs of a context and its continuation."""
 
     context: list[int]
     continuation: list[int]
 
 
 class LogLikelihood(NamedTuple):
-    """Log-likelihood of a text given its context."""
+    """Log-likelihood of a continuation given its context."""
 
     nats: float
-    is_greedy: bool  # whether greedy decoding would generate this text
+    is_greedy: bool  # whether greedy decoding would generate it
 
 
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:

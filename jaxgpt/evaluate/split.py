@@ -21,7 +21,7 @@ from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
 ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; its tokenizer is compared later
-ALL = "all"  # name that stands for all splits
+ALL = "all"  # selects all splits
 CHUNK_TOKENS = 2**20  # tokens to read and check at a time
 
 
@@ -60,7 +60,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows that predict each token of a text, except the first, exactly once.
+    """Rows that predict each token of a sequence, except the first, exactly once.
 
     `stride` must be from 1 to `block_size`. Rows start `stride` tokens apart. A token is predicted
     in the first row that contains it. Outside the first row, every predicted token has a context of
@@ -80,19 +80,19 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return the slice of a row's predictions that count; prediction i is for token i + 1."""
+        """Return the slice of predictions in a row that count; prediction i is for token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
 @dataclass(frozen=True)
 class Split:
-    """An opened split of a dataset, and its division into rows."""
+    """An open split of a dataset, and its division into rows."""
 
     dataset: Dataset
     name: str  # name of a split, or `ALL`
-    trained: Trained  # its config has the end-of-text token of this data, for data.document_mask
+    trained: Trained  # its config has the end-of-text token of this data
     tokenizer: Tokenizer | None
-    windows: tuple[Windows, ...]  # one for each text
+    windows: tuple[Windows, ...]  # one for each sequence in `texts`
     warnings: tuple[str, ...] = ()
 
     @property
@@ -102,11 +102,11 @@ class Split:
 
     @property
     def corpora(self) -> list[str]:
-        """The corpus of each text."""
+        """The corpus of each sequence in `texts`."""
         return [s.entry.corpus for s in self.dataset.sources for _ in s.tokens]
 
     def count_bytes(self) -> list[int | None]:
-        """Return the number of UTF-8 bytes in the predicted tokens of each text.
+        """Return the number of UTF-8 bytes in the predicted tokens of each sequence in `texts`.
 
         Only tokens that count toward the loss are included. The number is None if the tokenizer is
         unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, a
@@ -139,7 +139,7 @@ class Split:
             )
 
     def rows(self) -> Rows:
-        """Return the rows of all texts, one text after another."""
+        """Return the rows of all `texts`, in order."""
         firsts = list(itertools.accumulate(map(len, self.windows), initial=0))
         texts = self.texts
 
@@ -182,8 +182,8 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
     """Raise `UsageError` if the tokenizers of the data and the model differ; return warnings.
 
-    If data.accept_changes is set, different tokenizers only cause a warning. An unknown tokenizer
-    also causes a warning, unless the data is the run's own.
+    If data.accept_changes is set, different tokenizers only cause a warning. So does an unknown
+    tokenizer, unless the data is the run's own.
     """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:
@@ -233,9 +233,9 @@ def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
     """Return the loss of each corpus by name, summed in float64 on the host.
 
-    Losses are summed in text order, regardless of the batch size and the mesh. `n_bytes` is the
-    result of `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file
-    cannot be read or a loss mask is invalid.
+    The order of the sum does not depend on the batch size or the mesh. `n_bytes` is the result of
+    `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file cannot be read
+    or a loss mask is invalid.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

@@ -1,24 +1,24 @@
-"""Stop strings: where a generated text ends, and which part of it can no longer change."""
+"""Stop strings: where to end generated text, and which part of it is final."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """A text during its generation."""
+    """Text while it is being generated."""
 
-    text: str  # the prompt and the new text, except for an end that later tokens may change
+    text: str  # the prompt and the final part of the new text
     is_done: bool
 
 
 def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> Written:
-    """Return the part of a text that later tokens cannot change, and whether the text is complete.
+    """Return the part of a text that is final, and whether the text is complete.
 
     Args:
-        prompt: the prompt; `text` begins with it.
-        text: the text of all tokens so far.
-        stop: strings that end the new text; the text is cut before the string. If several occur,
-            the one that is completed first counts.
+        prompt: the prompt.
+        text: the text so far, which begins with the prompt.
+        stop: strings before which the new text ends. If several occur, the one that is completed
+            first counts.
         is_last: True if no more tokens follow.
     """
     new = text[len(prompt) :]

@@ -103,7 +103,7 @@ def refused(capsys, *words):
         ),
         (
             ("--run", "{home}/run", "--input", "{home}/a.txt", "--split", "val"),
-            "--split val: cannot be used with --input, whose text is not divided; remove one",
+            "--split val: cannot be used with --input, which has no splits; remove one",
         ),
         (
             ("--run", "{home}/bare_run", "--input", "{home}/a.txt"),
