@@ -1,1 +1,1 @@
-"""Pages, tables and plots about runs: `python -m jaxgpt.report`."""
+"""Pages, tables and plots of runs: `python -m jaxgpt.report`."""

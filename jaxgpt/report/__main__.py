@@ -1,4 +1,4 @@
-"""Show runs: `python -m jaxgpt.report RUN...` writes one page about runs, or folders of runs."""
+"""Show runs: `python -m jaxgpt.report RUN...` writes one page about one or more runs."""
 
 import json
 import shutil
@@ -91,7 +91,7 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 
 
 def plots_text(run: RunFiles, width: int) -> str:
-    """Return plots of a run's numbers as text, at most `width` columns wide."""
+    """Return text plots of a run, at most `width` columns wide."""
     lines = []
     for panel in PANELS:
         for style, label, columns in series_of(run, panel)[:-1]:

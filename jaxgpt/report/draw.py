@@ -1,4 +1,4 @@
-"""Files of a report other than the page: pictures and CSV."""
+"""Report files other than the page: pictures and CSV."""
 
 import contextlib
 import csv
@@ -20,7 +20,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Raise a `UsageError` about an option if the file that it names cannot be written."""
+    """Raise `UsageError` if the file given for an option cannot be written."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -49,7 +49,7 @@ PANELS = (
 class Series(NamedTuple):  # something to draw in a panel
     style: str  # raw, smooth, line, points, dropped or marks
     label: str
-    columns: dict[str, Any]  # int32 `steps`, float32 `tokens` and `y`; for marks, also their look
+    columns: dict[str, Any]  # int32 `steps`, float32 `tokens` and `y`; for marks, also their style
 
 
 def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
@@ -86,7 +86,7 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred moving mean of the finite values, over 2 % of the curve: (N,)."""
+    """Return the centred moving mean of the finite values, over 2% of the curve: (N,)."""
     if not len(values):
         return values
     window, finite = np.ones(2 * (len(values) // 100) + 1), np.isfinite(values)

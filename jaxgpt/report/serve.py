@@ -1,4 +1,4 @@
-"""The page, served on the loopback interface and kept up to date while the runs continue."""
+"""The page, served on the loopback interface and updated while the runs continue."""
 
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the newest runs at / and each run at /NAME until interrupted.
 
-    URLs cannot be used to open files in a run directory. Raises `UsageError` if a path has no run,
+    Files in run directories are not served. Raises `UsageError` if a path has no run,
     if Bokeh is not installed, or if the port is taken.
     """
     runs = read_runs(paths)

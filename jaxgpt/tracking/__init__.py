@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """
 
     view: str
-    """The command, path or address that shows the numbers; empty until `open` has returned."""
+    """The command, path or address that shows the curves; empty until `open` has returned."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         """Start a new run, or continue after step `resume_step` and drop all later steps.

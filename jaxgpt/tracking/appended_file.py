@@ -34,7 +34,7 @@ class AppendedFile:
         self._path, self._mode = path, "ab" if keep else "wb"
         self._file: io.FileIO | None = None
         self.waiting: deque[str] = deque(maxlen=LIMIT)
-        # The thread that receives stop signals logs while the run's own thread may be logging.
+        # The thread that handles stop signals may log at the same time as the main thread.
         self._lock = threading.RLock()
 
     def write(self, *lines: str) -> None:
@@ -51,7 +51,7 @@ class AppendedFile:
                 self._append(self.waiting[0].encode(errors="replace"))
                 self.waiting.popleft()
         except OSError as error:
-            self.reopen()  # a file server that has been restarted may not recognize the open file
+            self.reopen()  # a restarted file server may reject the open file
             n = len(self.waiting)
             lines = f"{n} line{'s are' if n > 1 else ' is'}"
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None

@@ -9,17 +9,17 @@ from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
-PAUSE = ANSWER / 2  # before a failed call is repeated: `close` waits longer
+PAUSE = ANSWER / 2  # before a failed call is retried: `close` waits longer
 ATTEMPTS = 20  # attempts to log a record, over 100 s or longer if the calls are slow
 
 
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
-    A call that fails is repeated every `PAUSE` seconds, and newer calls wait for it. A
-    record is dropped after `ATTEMPTS` failures, or if the tracker is `LIMIT` records behind. Each
-    method raises the error from the tracker's latest call if that call failed, and `log` raises
-    `TimeoutError` if it drops the record.
+    A failed call is retried every `PAUSE` seconds, and newer calls wait for it. A record
+    is dropped after `ATTEMPTS` failures, or if the tracker is `LIMIT` records behind. If
+    the tracker's latest call failed, each method raises its error. `log` raises `TimeoutError` if
+    it drops the record.
     """
 
     def __init__(self, tracker: Any):
@@ -55,8 +55,8 @@ class BackgroundTracker:
     def close(self, seconds: float = ANSWER) -> None:
         """Write the remaining records, and wait for the thread to finish.
 
-        A call that has failed is repeated once. Raises `TimeoutError` if the thread has not
-        finished after `seconds`.
+        A failed call is retried once. Raises `TimeoutError` if the thread has not finished
+        after `seconds`.
         """
         self._closing.set()
         self._todo.put(("close", ()))

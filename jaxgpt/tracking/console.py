@@ -35,7 +35,7 @@ class Console:
     def width(self) -> int | None:
         """Number of columns of the terminal that shows the output; None without a terminal.
 
-        An mpiexec on this host forwards the output of this process, so its terminal counts, too.
+        If mpiexec on this host forwards the output, its terminal counts, too.
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns

@@ -41,7 +41,7 @@ class Csv:
             raise
 
     def _start(self, kind: str, row: Row) -> None:
-        """Open the file for a kind of record, after adding any columns of `row` that it lacks."""
+        """Open the file for a kind of record, after adding missing columns of `row`."""
         if kind in self._files:
             self._files.pop(kind)[0].close()
         path = self._folder / f"{kind}.csv"

@@ -41,8 +41,8 @@ TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the value of each curve at the record's step, by tag; see `Record.to_dict`.
 
-    Goodput records become shares: the fraction of the time since the previous goodput record that
-    was spent on each activity. The result is empty for a kind that is not in `GROUPS`.
+    The seconds in a goodput record become fractions of their total. The result is empty for a
+    kind that is not in `GROUPS`.
     """
     kind = record["kind"]
     if kind not in GROUPS:

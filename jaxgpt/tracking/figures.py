@@ -1,4 +1,4 @@
-"""The training line, and the format of each number in the line."""
+"""The training line, and the format of each metric in the line."""
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """The legend and the format of one number in a training record."""
+    """The legend and the format of one metric in a training record."""
 
     legend: str
     short: str = ""  # name on the console; by default, the name in the record
-    rank: int = 7  # if a line is too long, the numbers with the highest rank are dropped first
+    rank: int = 7  # if a line is too long, the metrics with the highest rank are dropped first
     show: Callable[[float], str] = "{:.4g}".format
 
 
@@ -64,9 +64,9 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    Unknown numbers and zero counts of skipped and non-finite steps are left out. If `width` is
-    given, the numbers with the highest rank are dropped until the line fits into `width` columns.
-    Numbers with a negative rank are never dropped.
+    Unknown metrics and zero counts of skipped and non-finite steps are left out. If `width` is
+    given, the metrics with the highest rank are dropped until the line fits into `width` columns.
+    Metrics with a negative rank are never dropped.
     """
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
@@ -87,10 +87,10 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return the legend of the numbers in a run's training lines, as lines of text.
+    """Return the lines of the legend of a run's training lines.
 
-    `corpora` are the names of the run's corpora, if there are several. If `width` is given, the
-    result is limited to the numbers that a training line of `width` columns usually has room for.
+    `corpora` are the names of the run's corpora, if there are several. If `width` is given, only
+    metrics that usually fit into a line of `width` columns are included.
     """
     names = {name: figure.short or name for name, figure in figures.items()}
     if width:
@@ -109,7 +109,7 @@ def legend(
 
 
 def _fitting(parts: Sequence[tuple[int, str]], width: int | None) -> list[str]:
-    """Return the text of each (rank, text) part, dropping the highest ranks until they fit."""
+    """Return the texts of (rank, text) parts, dropping the highest ranks until they fit."""
     kept = list(parts)
     droppable = sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0])
     while width and droppable and len(" ".join(text for _, text in kept)) > width:

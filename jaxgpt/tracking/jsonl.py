@@ -144,8 +144,7 @@ def json_line(record: dict[str, Any]) -> str:
 def read_records(path: Path, kind: str = "") -> list[dict[str, Any]]:
     """Return all records in a metrics.jsonl file, or only those of one kind.
 
-    Damaged lines, and lines that were cut off because the run was killed, are ignored. Raises
-    `OSError` if the file cannot be read.
+    Damaged and truncated lines are ignored. Raises `OSError` if the file cannot be read.
     """
     found = (record for _, record in _whole_lines(path, kind) if kind in ("", record["kind"]))
     return [record for record in found if _is_whole(record)]
@@ -187,7 +186,7 @@ def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, An
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """Return the record of a line, or None if the line is damaged or cut off."""
+    """Return the record of a line, or None if the line is damaged or truncated."""
     try:
         record = json.loads(line)
         check_shape(record, {"kind": str, "step": int})

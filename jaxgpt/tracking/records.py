@@ -53,7 +53,7 @@ class LayersRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord(Record):
-    """Losses of an evaluation on both splits, in nats per token."""
+    """Evaluation losses on both splits, in nats per token."""
 
     kind = "eval"
     train_loss: float
@@ -64,7 +64,7 @@ class EvalRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord(Record):
-    """Text that the model generated."""
+    """Generated text."""
 
     kind = "sample"
     text: str
@@ -113,7 +113,7 @@ class DamageRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionRecord(Record):
-    """Devices whose parameters differed from their replicas; the run continues from `step`."""
+    """Devices with corrupted parameters; the run continues from `step`."""
 
     kind = "corruption"
     found: int  # the step after which the devices were compared
@@ -132,7 +132,7 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputRecord(Record):
-    """The time spent on each activity since the process's previous goodput record.
+    """Time spent on each activity since the previous goodput record of the process.
 
     Since that record, the process ran steps `after` + 1 to `step`. See
     `train/reporting/goodput.py`.
@@ -157,7 +157,7 @@ class StragglerRecord(Record):
     kind = "straggler"
     rank: int
     host: str
-    own: float  # time that the process spent, excluding waits for devices
+    own: float  # time of the process, excluding waits for devices
     median: float  # median of `own` over all processes
     data: float  # part of `own` that was spent waiting for data
     seconds: float  # total time of a step

@@ -55,7 +55,7 @@ class RunFiles:
         except OSError as error:
             raise UsageError(
                 f"RUN={self.directory}: {path} cannot be read ({error.strerror}); give a run "
-                "directory whose files you may read"
+                "directory with readable files"
             ) from None
         if new:
             lines = new.decode(errors="replace").split("\n")
@@ -117,7 +117,7 @@ class RunFiles:
         if goodput and goodput[-1]["is_last"]:
             limit = self.settings().get("train.max_iters", "0")
             return "stopped" if limit.isdecimal() and goodput[-1]["step"] < int(limit) else "done"
-        is_here = f"on host {platform.node()}" in read_text(lock)  # hosts may not share locks
+        is_here = f"on host {platform.node()}" in read_text(lock)  # locks may be local to a host
         return "running" if not is_here and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
         inside = [path] if _is_run(path) else []
         for folder, names, _ in () if inside else os.walk(path):
             inside += (runs := [run for name in names if _is_run(run := Path(folder, name))])
-            names[:] = {*names} - {run.name for run in runs}  # do not look into runs
+            names[:] = {*names} - {run.name for run in runs}  # do not search inside runs
         if not inside:
             raise UsageError(
                 f"RUN={path}: is not a run directory, and contains none; give the --out of a run"

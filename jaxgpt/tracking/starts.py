@@ -37,11 +37,11 @@ def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, oldest first, each with the fields of its lines.
+    """Return the starts of a run, oldest first, each with the merged fields of its lines.
 
     `time` is the Unix time at which the run directory was locked. A start also has a `first_step`
-    and an `end`, which are None if it never got that far. Damaged lines are ignored, and if the
-    file is missing, there are no starts. Raises `OSError` if starts.jsonl cannot be read.
+    and an `end`, which are None if it never got that far. Damaged lines are ignored. If the file
+    is missing, the list is empty. Raises `OSError` if starts.jsonl cannot be read.
     """
     starts: list[dict[str, Any]] = []
     path = directory / STARTS
@@ -50,7 +50,7 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             check_shape(record, {"kind": str, "time": float})
             check_shape(record, SHAPES[record["kind"]])
-            datetime.datetime.fromtimestamp(record["time"])  # fails if the time is absurd
+            datetime.datetime.fromtimestamp(record["time"])  # fails if the time is out of range
         except (ValueError, KeyError, RecursionError, OverflowError, OSError):
             continue
         kind = record.pop("kind")
@@ -66,9 +66,8 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     """Return a row for each start of a run, for a table; unknown values are None.
 
-    `name` and `state` are those of the run. `seconds` is the time until the end of the first step.
-    It is measured from `from`: the start of the job or, if that is unknown, the start of the
-    process.
+    `name` and `state` are those of the run. `seconds` is the time from the start of the job or, if
+    that is unknown, of the process, to the end of the first step; `from` says which.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

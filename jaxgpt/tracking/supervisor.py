@@ -1,4 +1,4 @@
-"""The connection on which process 0 reports its progress to `jaxgpt.launch --restarts`."""
+"""The connection over which process 0 reports its progress to `jaxgpt.launch --restarts`."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """TensorBoard event files: curves, samples and spikes as text, start-up times and settings.
 
-tensorboardX's SummaryWriter keeps all scalars in memory, and hangs once the disk has been full. Its
+tensorboardX's SummaryWriter keeps all scalars in memory, and hangs after a full disk. Its
 EventsWriter, which this module uses, has neither problem.
 """
 
@@ -24,7 +24,7 @@ class TensorBoard:
 
     def __init__(self) -> None:
         self._writer: Any = None
-        self._unflushed: list[Record] = []  # training records that may not be on the disk yet
+        self._unflushed: list[Record] = []  # training records that may not be on disk yet
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run, self._resume_step, self._step = run, resume_step, 0

@@ -19,12 +19,12 @@ WRITE_SECONDS = 2.0  # interval between writes; each takes a few milliseconds of
 
 
 class Trackio:
-    """Writes a run to trackio's database of the project.
+    """Writes a run to the project's trackio database.
 
     The database is in TRACKIO_DIR, by default ~/.cache/huggingface/trackio.
     """
 
-    extra = "trackio"  # the package that it needs, which is also the name of jaxgpt's extra
+    extra = "trackio"  # required package, and the jaxgpt extra of the same name
     view = ""
 
     def open(self, run: Any, resume_step: int | None) -> None:

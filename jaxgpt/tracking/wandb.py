@@ -28,7 +28,7 @@ class Wandb:
     earlier step, so the charts of their groups have their own x-axis, such as `eval/at_step`.
     """
 
-    extra = "wandb"  # the package that it needs, which is also the name of jaxgpt's extra
+    extra = "wandb"  # required package, and the jaxgpt extra of the same name
     view = ""
 
     def __init__(self) -> None:
