@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         run = arguments.run
         if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
-        # A run's config.yaml has the sizes of its model, and its initial weights may be gone.
+        # config.yaml has the model's sizes, and the initial weights may be gone.
         model_of = None if run else initial_model
         config = parse_args(
             [*base, *arguments.settings], parser().prog, model_of, saved_settings=saved_settings
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 def _look_up(
     config: Config, run: Path | None, step: int, wanted: str | None
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
-    """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) of a step.
+    """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) for a step.
 
     A record has the step, the row's number, its `origin` and, with a loss mask, the number of
     `targets` that count. `run` is None if there is no run directory. The tokens of all rows are
@@ -125,7 +125,7 @@ def _look_up(
 
 @functools.lru_cache(maxsize=1000)
 def row_text(run: Path, step: int, row: int) -> str:
-    """Return the origin and text of one row of a run's step, or the reason it cannot be read."""
+    """Return the origin and text of one row of a step, or why it cannot be read."""
     if step < 1:  # from a damaged record
         return f"row {row} cannot be read: there is no step {step}"
     try:
@@ -170,7 +170,7 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return one note for each reason why a run may not have trained on the rows of a step.
+    """Return a note for each reason that a run may not have trained on these rows of a step.
 
     `run` is None if there is no run directory. Raises `UsageError` if the data cannot be read. Also
     raises whatever `read_rewinds` and `valid_checkpoints` raise.
@@ -192,7 +192,7 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
 
 
 def _checkpoint_before(run: Path | None, step: int) -> int:
-    """Return the step of the newest checkpoint before `step`, or of the newest if none is earlier.
+    """Return the step of the newest checkpoint before `step`, else of the newest checkpoint.
 
     Raises:
         UsageError: if there is no checkpoint.
@@ -252,7 +252,7 @@ def show(
     dataset: Dataset,
     as_json: bool,
 ) -> None:
-    """Print the records of rows with their text, or as JSON lines that also have their token IDs.
+    """Print the records and text of rows, or JSON lines that also contain the token IDs.
 
     Without a tokenizer, token IDs are printed instead of text, and the `text` in JSON is None. For
     the other arguments, see `_look_up`. Raises `UsageError` if the tokenizer needs a package that

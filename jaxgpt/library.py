@@ -147,12 +147,11 @@ def load_model(
 
 
 class Trainer:
-    """A training run without the loop, logs or recovery: train, evaluate, save and restore.
+    """A training run in Python, without the loop, the logs and the recovery of `jaxgpt.train`.
 
     With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
-    bit. The command can continue a run that `save` wrote, and `restore` can continue a run that the
-    command wrote. A trainer writes to a run directory only in `save`. It detects loss spikes, but
-    does not rewind.
+    bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
+    run directory only in `save`. It detects loss spikes, but does not rewind.
 
     All processes of a job call the methods together.
     """
@@ -226,9 +225,8 @@ class Trainer:
         """Train the next steps; return the step number and the metrics of each.
 
         The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
-        skipped step, they are None, except for `lr`. Steps after train.max_iters are trained, too.
-        Raises `UsageError` if `n_steps` is not a whole number above 0, or if the data cannot be
-        read.
+        skipped step, they are None, except for `lr`. Training may continue after train.max_iters.
+        Raises `UsageError` if `n_steps` is not a positive integer, or if the data cannot be read.
         """
         if not is_count(n_steps):
             raise UsageError(f"n_steps={n_steps}: must be a whole number, at least 1")
@@ -247,7 +245,7 @@ class Trainer:
                 scalars: dict[str, Any] = {**dict.fromkeys(STEP_METRICS), "lr": lr}
                 if step not in skips:
                     batch = next(loaded)
-                    # Keep the new state at once, because an interrupt may follow (Ctrl-C).
+                    # Keep the new state at once, because Ctrl-C may follow.
                     self._state, metrics = train_step(self.state, np.int32(step), lr, batch)
                     scalars = metrics.scalars
                 self.step = step
@@ -266,7 +264,7 @@ class Trainer:
         return compiled
 
     def evaluate(self) -> EvalRecord:
-        """Return the losses on train.eval_iters batches of each split, in nats per token."""
+        """Return the mean losses over train.eval_iters batches of each split, in nats per token."""
         return self._evaluator(self.step, self.state.params)
 
     @functools.cached_property

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
-    """Write a dataset and print lines that describe it; see `prepare` for the exceptions."""
+    """Write a dataset and print a summary; see `prepare` for the exceptions."""
     name = arguments.name if arguments.command == "text" else arguments.command
     directory = arguments.out or dataset_directory(DataConfig(dataset=name))
     directory = Path(os.path.abspath(directory))  # because `.` has no name
@@ -47,7 +47,7 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
         ) from None
     finally:
         if (parts := directory / PARTS).is_dir():
-            print(f"{parts} keeps the files that are done; run again to continue", file=sys.stderr)
+            print(f"{parts} keeps the finished files; run again to continue", file=sys.stderr)
     print("\n".join([*lines, f"wrote {directory}"]))
 
 
@@ -85,7 +85,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 def prepare(
     arguments: argparse.Namespace, directory: Path, pool: Executor | None = None
 ) -> list[str]:
-    """Write the dataset and return lines that describe it.
+    """Write the dataset and return the lines of a summary.
 
     `arguments` is the result of `parser()`, and `directory` is an absolute path. A built-in dataset
     without --out replaces the data in its default folder. The processes of `pool` tokenize files.
@@ -119,9 +119,9 @@ def prepare(
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """Raise `UsageError` if data would be overwritten, because it may have taken hours to encode.
 
-    With `overwrite`, a tokenizer.json and data of the same format may be replaced. Data of the
-    other format is an error even then. Also raises `UsageError` if `directory` is a file. `format_`
-    is "nanogpt" or "megatron".
+    With `overwrite`, a tokenizer.json and data of the same format may be replaced. Data in the
+    other format always raises an error. Also raises `UsageError` if `directory` is a file.
+    `format_` is "nanogpt" or "megatron".
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")

@@ -101,11 +101,10 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     """Repeat the steps and print the results; return whether anything differs.
 
     Process 0 prints a line for each step. `steps` must not be empty. `mesh` is in the format of
-    `--mesh`. If it is None, the mesh is the one that the run used for the first step to repeat (the
-    step after the newest checkpoint before the lowest of `steps`). All processes call this
-    together. It starts JAX. Raises `UsageError` if the mesh is invalid, if a checkpoint is damaged,
-    if the data has changed or cannot be read, or if a step cannot be repeated. Also raises whatever
-    `find_stretches` and `initialize_jax` raise.
+    `--mesh`. If it is None, the run's mesh at the first repeated step is used. All processes call
+    this together. It starts JAX. Raises `UsageError` if the mesh is invalid, if a checkpoint is
+    damaged, if the data has changed or cannot be read, or if a step cannot be repeated. Also raises
+    whatever `find_stretches` and `initialize_jax` raise.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
@@ -193,10 +192,10 @@ def _parts(
     """
 
     def config_of(step: int) -> dict[str, Any]:
-        """Return the configuration of the nearest checkpoint that has this step's batch size.
+        """Return the configuration of the nearest checkpoint with this step's batch size.
 
-        Checkpoints at or after the step are preferred. If no checkpoint has that batch size, the
-        configuration of the nearest checkpoint is changed to that batch size.
+        Checkpoints at or after the step are preferred. If no checkpoint has that batch
+        size, change the batch size in the configuration of the nearest one.
         """
         near = sorted(saved, key=lambda s: (s < step, abs(s - step)))
         configs, size = [saved[s]["config"] for s in near], sizes.at(step)
@@ -338,7 +337,7 @@ def agree(was: float | None, found: float | None, tolerance: float) -> bool:
 def verdict(
     stretch: Stretch, conditions: Conditions, differences: list[Difference], exact: bool
 ) -> str:
-    """Return the line that reports the result of a repeated stretch; for `exact`, see `compare`."""
+    """Return the result of a repeated stretch as a line of text; for `exact`, see `compare`."""
     begin = f"checkpoint {stretch.checkpoint}" if stretch.checkpoint else "the initial state"
     what = f"step {stretch.last} from {begin}, on {conditions}"
     if differences:

@@ -14,7 +14,7 @@ from jaxgpt.evaluate.model import Model, find_trained, run_folder
 from jaxgpt.evaluate.stop_strings import Written
 from jaxgpt.tracking.appended_file import printable
 
-STREAMED_AT_ONCE = 8  # tokens to generate before --stream shows them
+STREAMED_AT_ONCE = 8  # tokens to generate between updates of --stream
 
 
 def parser() -> CommandParser:
@@ -38,9 +38,9 @@ def parser() -> CommandParser:
     )
     count, number = whole_number(bits=20), whole_number(least=0, bits=31)
     out.add_argument("--max-new-tokens", type=count, default=200, help="new tokens; default 200")
-    out.add_argument("--num-samples", type=count, default=1, help="texts per prompt; default 1")
+    out.add_argument("--num-samples", type=count, default=1, help="samples per prompt; default 1")
     out.add_argument(
-        "--batch-size", type=count, default=64, help="texts to generate at once; default 64"
+        "--batch-size", type=count, default=64, help="samples to generate at once; default 64"
     )
     likeliest = "0 always takes the most likely token"
     out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
@@ -54,9 +54,9 @@ def parser() -> CommandParser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a text before this string; may be repeated",
+        help="stop before this string; may be repeated",
     )
-    out.add_argument("--stream", action="store_true", help="print texts while they are generated")
+    out.add_argument("--stream", action="store_true", help="print samples as they are generated")
     about = "random seed; default 1337. Sample i of each prompt uses seed + i"
     out.add_argument("--seed", type=number, default=1337, help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to run the model on")
@@ -85,7 +85,7 @@ def check_options(arguments: argparse.Namespace) -> None:
     """Raise `UsageError` if a sampling option, a stop string or the seed is out of range."""
     sampling(arguments).check("--")
     if "" in arguments.stop:
-        raise UsageError("--stop: is empty; give the text that ends a sample")
+        raise UsageError("--stop: is empty; give the string to stop at")
     if arguments.seed + arguments.num_samples > 2**31:
         raise UsageError(
             f"--seed={arguments.seed}: must be at most {2**31 - arguments.num_samples}, because "
@@ -100,10 +100,10 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
-    """Return the prompts. As in nanoGPT, `--prompt FILE:NAME` reads one from a file.
+    """Return the prompts. As in nanoGPT, `--prompt FILE:NAME` reads a prompt from a file.
 
     Raises `UsageError` if the file cannot be read, if it has no prompts, or if the tokenizer cannot
-    encode one.
+    encode a prompt.
     """
     if arguments.prompts is not None:
         prompts = read_prompt_file(arguments.prompts)
@@ -131,7 +131,7 @@ def read_text(path: Path, where: str) -> str:
 def read_prompt_file(path: Path) -> dict[str, str]:
     """Return the prompts in a file, one per nonblank line, keyed by file and line number.
 
-    A line of a .jsonl file is a JSON string, or an object whose `prompt` is one. Raises
+    A line of a .jsonl file is a JSON string, or an object with a `prompt` string. Raises
     `UsageError` if the file cannot be read or has no prompts, or if a line of a .jsonl file has
     another form.
     """
@@ -156,9 +156,9 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
-    """Yield a list of all texts so far whenever they grow, in the order of the prompts.
+    """Yield all samples so far, in the order of the prompts, whenever they grow.
 
-    All processes must iterate over all texts. Raises `UsageError` if the run, its tokenizer, the
+    All processes must exhaust the iterator. Raises `UsageError` if the run, its tokenizer, the
     mesh or a prompt cannot be used.
     """
     with run_folder(arguments.run, cluster) as folder:
@@ -193,7 +193,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 
 def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
     """Yield the output of `samples` in parts, each as soon as everything before it is final."""
-    number, written = 0, None  # the current text, and the part of it that has been yielded
+    number, written = 0, None  # the current sample, and the part of it that has been yielded
     for texts in snapshots:
         while number < len(texts):
             text, is_done = texts[number]

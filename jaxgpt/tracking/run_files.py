@@ -54,8 +54,8 @@ class RunFiles:
                     new = file.read().rpartition(b"\n")[0]  # the last line may be incomplete
         except OSError as error:
             raise UsageError(
-                f"RUN={self.directory}: {path} cannot be read ({error.strerror}); give a run "
-                "directory with readable files"
+                f"RUN={self.directory}: {path} cannot be read ({error.strerror}); give a "
+                "readable run directory"
             ) from None
         if new:
             lines = new.decode(errors="replace").split("\n")
