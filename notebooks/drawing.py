@@ -12,7 +12,7 @@ plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.titlesize": 10})
 
 
 def values_by_device(array):
-    """Return a dictionary from device number to that device's part of an array, in NumPy."""
+    """Return each device's part of an array as a NumPy array, by device number."""
     return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
@@ -21,10 +21,11 @@ def draw_devices(ax, array, title, color_by="device", n_devices=8):
 
     Args:
         ax: the axes to draw on.
-        array: the array, of any shape, whose parts are drawn.
+        array: the array to draw, of any shape.
         title: the title of the drawing.
-        color_by: "device" colours a number by its device, "position" by its position in the
-            column, and "sum" draws all numbers in grey. A device number gives all that colour.
+        color_by: "device" colours a number by its device, "position" by its position in the column,
+            and "sum" draws all numbers in grey. A device number gives all numbers that device's
+            colour.
         n_devices: number of columns.
     """
     parts = {device: part.ravel() for device, part in values_by_device(array).items()}
