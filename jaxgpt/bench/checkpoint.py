@@ -122,7 +122,7 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
 
 
 def _file_sizes(job: Job) -> list[int]:
-    """Return the sizes of the checkpoint's files in bytes, in ascending order.
+    """Return the sizes of the checkpoint files in bytes, in ascending order.
 
     All processes call this together.
     """

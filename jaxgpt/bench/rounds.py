@@ -110,7 +110,7 @@ class Rounds:
 
 
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
-    """Return a config whose data exists, and a description of that data.
+    """Return a config with existing data, and a description of the data.
 
     If `synthetic` is set, or if data.dataset is selected but has no train.bin, random tokens in the
     job's folder replace the data. The dataset `python` counts as present, because `prepare_run`
@@ -139,7 +139,7 @@ def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 
 
 def _steps_only(config: Config, directory: Path) -> Config:
-    """Return a config with the same training steps, but without work between the steps.
+    """Return a config with the same training steps, but no work between them.
 
     Skip ranges, profiles, evaluations, samples, checkpoints and rewinds are turned off.
     """

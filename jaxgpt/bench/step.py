@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
-Rounds of the trainer's loop alternate with rounds of the compiled step alone, which reuse one batch
-on the devices, and with a large matmul. This way, all three see the same machine load.
+Rounds of the trainer's loop, rounds of the compiled step alone (which reuse one batch) and a large
+matmul alternate, so that all three see the same machine load.
 """
 
 import statistics
@@ -165,7 +165,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
         for _ in range(times):
             out = multiply(a, b)
         out.block_until_ready()
-        # Use the slowest process, because the fastest got more than its share of the cores.
+        # Use the slowest process, because faster ones got more than their share of the cores.
         return max(cluster.allgather(time.perf_counter() - began)) / times
 
     seconds(1)  # compiles

@@ -64,9 +64,8 @@ KEY_ALIASES = {
 }
 
 # Flags of other programs -> settings with the same effect. {} stands for the value of the flag.
-# The settings `mesh.AXIS` (where the axis `rest` gets the remaining devices), `samples.KEY` and
-# `tokens.KEY` (the value of KEY in sequences or tokens instead of steps) and `later.NAME` are
-# replaced in `translate.py`.
+# `translate.py` replaces `mesh.AXIS` (`mesh.rest` gets the remaining devices), `samples.KEY` and
+# `tokens.KEY` (KEY in sequences or tokens instead of steps) and `later.NAME`.
 SETTINGS = {
     "bf16": "train.dtype=bfloat16",
     "swiglu": "model.mlp=swiglu",
@@ -172,7 +171,7 @@ NEUTRAL = {
     "backend": "nccl gloo mpi ccl",
 }
 
-# Other programs' configurations whose names are not presets here -> settings.
+# Configurations of other programs that are not presets here -> settings.
 CONFIGS = {
     "gpt2_small": "config=gpt2",
     "train_gpt2": "config=gpt2",

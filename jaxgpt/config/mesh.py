@@ -1,6 +1,6 @@
 """Mesh axes, their roles, and mesh shapes.
 
-Code looks axes up by role, not by name, so adding an axis takes one line in the `AXES` table.
+Code looks up axes by role, not by name, so adding an axis takes one line in the `AXES` table.
 """
 
 import math

@@ -114,10 +114,10 @@ def parse_args(
             settings come from `--out`, `data.accept_changes` and `checkpoint.resume` are also
             ignored.
         prog: Name of the command, for `--help` and for corrected commands.
-        initial_model: Takes `train.init_from` and `out`, and returns the model options found in
-            the former, by name. They take precedence over the defaults and over a preset, except
-            that a preset can reduce model.block_size. They do not take precedence over the user's
-            YAML file, the run directory or the command line. Called only if train.init_from is set.
+        initial_model: Takes `train.init_from` and `out`, and returns the model options of the
+            initial weights, by name. They override the defaults and a preset (except that a preset
+            can reduce model.block_size), but not the user's YAML file, the run directory or the
+            command line. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             Called if `--config` is not given and `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
@@ -182,8 +182,8 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
     """Return the path and content of the YAML file that a command line overrides.
 
     If that file is the default preset for another program, the program's settings are added to
-    `line`. If there are already other problems, an unknown --config is added to them and no
-    exception is raised.
+    `line`. An unknown --config raises `UsageError` or, if there are already other problems, is
+    added to them.
     """
     given = line.words
     try:
@@ -288,7 +288,7 @@ def train_command(
 
 
 def _join_same(problems: Sequence[str]) -> list[str]:
-    """Return the problems, with one sentence for flags that are rejected for the same reason."""
+    """Merge the messages about flags that are rejected for the same reason."""
     flags: dict[str, list[str]] = {}
     for problem in problems:
         flag, middle, reason = problem.partition(": not a setting of jaxgpt; ")

@@ -15,7 +15,7 @@ from jaxgpt.config.errors import in_words
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.values import describe, settings, takes_many
 
-PADDING = 128  # Megatron pads the vocabulary to a multiple of this number x the tensor axis
+PADDING = 128  # Megatron pads the vocabulary to a multiple of this x the tensor axis
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
 
 
@@ -63,7 +63,7 @@ def translate(
     Args:
         argv: The arguments, which may be flags of other programs.
         presets: The preset files by name.
-        guesses: Use the key that an unknown key probably means. If False, leave it out.
+        guesses: Replace an unknown key with its probable meaning. If False, leave it out.
     """
     line, ignored = CommandLine(), []
     for argument, shown, key, values in _arguments(argv, line):
@@ -118,8 +118,8 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 def _guess_key(key: str) -> str | None:
     """Return the setting that an unknown key probably means, or None.
 
-    Outside of its section, a setting must have almost the same name, because flags of other
-    programs have similar names and other meanings: exit_interval is not eval_interval.
+    The match must be closer in other sections, because other programs have flags with similar names
+    and different meanings: exit_interval is not eval_interval.
     """
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}
@@ -133,7 +133,7 @@ def _guess_key(key: str) -> str | None:
 
 
 def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Yield (argument as typed, its key as typed, its key, its values) for each argument."""
+    """Yield (argument as typed, key as typed, key, values) for each argument."""
     words, seen = list(argv), set()
     while words:
         word = words.pop(0)

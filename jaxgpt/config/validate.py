@@ -16,8 +16,8 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 def validate(config: Config) -> None:
     """Raise `UsageError` if settings are invalid or contradict each other.
 
-    This covers the rules that do not depend on the data, on the devices or on tables of choices
-    (see `check_choices`).
+    Rules that depend on the data, the devices or tables of choices (see `check_choices`) are
+    checked elsewhere.
     """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
@@ -297,7 +297,7 @@ def _check_pipeline(config: Config, n_stages: int) -> None:
 
 
 def _check_sequence(config: Config, shape: MeshShape) -> None:
-    """Raise `UsageError` if rows cannot be split into slices, or attention cannot be computed."""
+    """Raise `UsageError` if sequences cannot be split, or if attention is then impossible."""
     axes, parallel, T = axes_with("splits_sequence"), config.parallel, config.model.block_size
     if parallel.sequence_parallel:
         axes = axes_with("splits_sequence", "splits_heads")
@@ -322,7 +322,7 @@ def _check_sequence(config: Config, shape: MeshShape) -> None:
 
 
 def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return the reason why ulysses attention is impossible, or None if it is possible."""
+    """Return why ulysses attention is impossible, or None if it is possible."""
     roles, n_head = ("splits_sequence", "splits_heads"), config.model.n_head
     if n_head % (n := shape.split_of(*roles)):
         return f"{' x '.join(axes_with(*roles))} = {n} does not divide model.n_head={n_head}"
@@ -330,7 +330,7 @@ def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
 
 
 def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return the reason why ring attention is impossible, or None if it is possible."""
+    """Return why ring attention is impossible, or None if it is possible."""
     model, n_chunks = config.model, 2 * shape.split_of("splits_sequence")
     if model.block_size % n_chunks:
         axes = " x ".join(axes_with("splits_sequence"))
@@ -377,7 +377,7 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 
 
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
-    """Return how train.batch_size is computed from train.batch_size_per_device, which must be set.
+    """Describe how train.batch_size follows from train.batch_size_per_device, which must be set.
 
     A size of -1 in `shape` counts as 1. Raises `UsageError` like `with_batch_size`.
     """
@@ -405,8 +405,8 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    This checks the keys in `choices` and optimizer.schedule, the keys that their values use,
-    data.end_of_text, and whether `given` has both train.batch_size and train.batch_size_per_device.
+    This checks optimizer.schedule, the keys in `choices`, the keys that depend on them, and
+    data.end_of_text. train.batch_size and train.batch_size_per_device must not both be in `given`.
     `given` holds the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:

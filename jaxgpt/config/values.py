@@ -80,7 +80,7 @@ def describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals and None in a union, keyed by the string that a user types for them."""
+    """Return the literals and None in a union, keyed by what a user types for them."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 

@@ -15,7 +15,7 @@ from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
 DEFAULT_BATCH = 16
-GENERATED_AT_ONCE = 32  # number of tokens to generate before checking for the end of the text
+GENERATED_AT_ONCE = 32  # number of tokens to generate between checks for the end
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 NEUTRAL = {"num_beams": (None, 1)}  # values without effect
 

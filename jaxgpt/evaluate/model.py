@@ -58,7 +58,7 @@ class Trained:
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
     """Yield a run directory. For a transformers model, it is temporary.
 
-    A transformers model is given as hf:FOLDER, or as a folder with a config.json and without
+    `where` is a transformers model if it is hf:FOLDER, or a folder with a config.json and no
     checkpoints. All processes must call this. The first process of each host converts the weights
     and writes them to the temporary directory. Raises `UsageError` if there is no such folder, or
     if the transformers folder cannot be converted.
@@ -223,8 +223,9 @@ class Model:
     def row_length(self, n: int) -> int:
         """Return the padded length for a row of n inputs.
 
-        Lengths are powers of 2, from `LEAST_LENGTH` up, to limit the number of compilations. They
-        are rounded up so that a sequence and its heads can be sharded evenly, and are at most T.
+        Lengths are powers of 2, starting at `LEAST_LENGTH`, to limit the number of compilations.
+        They are rounded up so that a sequence and its heads can be sharded evenly, and are at most
+        T.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
@@ -401,7 +402,7 @@ class Model:
                 "the weights with --tokenizer, or use generate_tokens"
             )
         if isinstance(stop, str) or "" in stop:
-            raise UsageError(f"stop={stop!r}: must be a list of strings that are not empty")
+            raise UsageError(f"stop={stop!r}: must be a list of non-empty strings")
         tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
         at_once = at_once or (TOKENS_AT_ONCE if stop else n_tokens)
         found: list[list[int]] = [[] for _ in prompts]
@@ -457,7 +458,7 @@ class Model:
     ) -> Iterator[np.ndarray]:
         """Yield generated tokens that continue several prompts: int32 (B, N), N at most `at_once`.
 
-        The caller should stop iterating when every text has ended. See `stream` and
+        The caller should stop iterating when every text is complete. See `stream` and
         `generate_tokens`.
         """
         sampling.check()

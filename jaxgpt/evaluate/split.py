@@ -80,7 +80,7 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return the slice of predictions in a row that count; prediction i is for token i + 1."""
+        """Return which predictions in a row count, as a slice; prediction i is for token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
@@ -211,8 +211,8 @@ def _describe(tokenizer: Tokenizer) -> str:
 def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index of the first token, token IDs) for chunks of at most `CHUNK_TOKENS` tokens.
 
-    If possible, a chunk ends where a document ends, because some tokenizers can only decode
-    complete texts. Raises `UsageError` if the file cannot be read.
+    If possible, chunks end at document boundaries, because some tokenizers can only decode complete
+    documents. Raises `UsageError` if the file cannot be read.
     """
     first = 0
     while first < text.size:

@@ -10,9 +10,8 @@ if TYPE_CHECKING:
 
     from jaxgpt.optim.parameters import Parameters
 
-# Maps each optimizer's name to the `optimizer` keys that it uses but some other optimizers do not.
-# All of them use weight_decay, grad_clip and the learning-rate keys. The optimizer NAME is the
-# function NAME in NAME.py.
+# Maps each optimizer to the `optimizer` keys that it uses, except weight_decay, grad_clip and the
+# learning-rate keys, which all of them use. The optimizer NAME is the function NAME in NAME.py.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("beta1", "beta2"),
     "lion": ("beta1", "beta2"),

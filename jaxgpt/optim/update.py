@@ -83,7 +83,7 @@ def _layerwise_update(
     gradients: Params,
     *old: Any,
 ) -> tuple[Params, Any]:
-    """Update one layer at a time, and keep each array in its memory (device or host).
+    """Update one layer at a time, and keep each array in its memory space (device or host).
 
     A scan over the layers calls `update` with the `Parameters`, gradients, parameters and optimizer
     state of one layer. A separate call updates the weights outside the layers and any state without
@@ -165,9 +165,9 @@ def _is_dict(x: Any) -> bool:
 def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, a float32 scalar.
 
-    In device memory, the arrays are first sorted by the first and the last two components of their
-    paths, so that grouping layers into modules changes neither the norm nor the clipped gradients.
-    If the arrays are in host memory, one layer at a time is moved to the device.
+    Arrays in device memory are sorted by the first and the last two components of their paths, so
+    that the norm does not depend on how layers are grouped into modules. If the arrays are in host
+    memory, one layer at a time is moved to the device.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)

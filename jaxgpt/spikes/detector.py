@@ -53,8 +53,8 @@ def update(
 ) -> tuple[SpikeState, Detection]:
     """Check the loss and gradient norm (scalars) of a step, and add them to the window.
 
-    In the window, values above the limits are replaced by the limits. A step with a non-finite
-    value is not added. Return the next state and the detection. `state` must not be empty.
+    In the window, values are clipped to the limits. A step with a non-finite value is not added.
+    Return the next state and the detection. `state` must not be empty.
     """
     window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)

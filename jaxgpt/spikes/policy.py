@@ -1,8 +1,7 @@
 """Rewinds after loss spikes: the decision to rewind, and its record in the run directory.
 
 A rewind is committed after its checkpoint has been restored (`train/restart.py`). Each part of the
-commit is idempotent, so if a run is killed during the commit, the commit is completed when the run
-is next started.
+commit is idempotent, so the next start of the run completes an interrupted commit.
 """
 
 import json
@@ -93,9 +92,9 @@ def decide_rewind(
         )
     if to == 0 and latest >= interval:  # restarting from step 0 would lose too many steps
         raise NoRewind(
-            f"spike.rewind_margin={settings.rewind_margin}: the spike at step {step} needs a "
-            f"checkpoint at or before step {latest} to go back to, and none is left; continue with "
-            "a smaller margin or another spike.action"
+            f"spike.rewind_margin={settings.rewind_margin}: cannot rewind from step "
+            f"{step}, because there is no checkpoint at or before step {latest}; continue with a "
+            "smaller margin or another spike.action"
         )
     # If the batch size changed after `to`, other steps will now consume the sequences to skip.
     first = sizes.consumed(max(to, step - settings.skip_before - 1))

@@ -46,9 +46,9 @@ def worst_rows(
 ) -> list[dict[str, Any]]:
     """Return the `WORST_ROWS` rows with the highest losses in a step, highest first.
 
-    `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its number
-    in the batch (`row`), its `loss`, the name of its `corpus`, the path of its `source`, and the
-    `offset` of its first token in the training split of that source.
+    `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its index
+    in the batch (`row`), `loss`, `corpus` (name), `source` (path), and the `offset` of its first
+    token in the training split of the source.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]

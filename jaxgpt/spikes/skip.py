@@ -45,7 +45,7 @@ def remaining_ranges(
         skipped: the steps that the run has skipped up to `step`.
         step: the step of the checkpoint that the run continues from.
 
-    There is a warning for each range with steps up to `step` that are not in `skipped`.
+    Each range with steps up to `step` that are not in `skipped` causes a warning.
     """
     found, warnings = [], []
     for first, last in sorted(set(ranges)):

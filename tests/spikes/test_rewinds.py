@@ -246,7 +246,7 @@ def test_after_so_many_rewinds_it_stops_with_a_report(tmp_path, capsys):
         for step in (10, 20):
             shutil.rmtree(tmp_path / "checkpoints" / str(step) / lost)
         assert train_here(*arguments) == exits.FAILED
-        assert "step 27 to go back to, and none is left; continue with" in capsys.readouterr().out
+        assert "no checkpoint at or before step 27; continue with" in capsys.readouterr().out
         assert (tmp_path / "checkpoints" / "30" / "meta").exists()
 
 
