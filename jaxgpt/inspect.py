@@ -5,12 +5,12 @@ Without `--worst`, this needs only the data, and is as fast for step 10^9 as for
 `--run`, you can pass `--config NAME` and the same settings as for jaxgpt.train. Settings after
 `--run`, such as data.path=DIR, override the run's settings.
 
-If the data has a loss mask, `targets` is the number of targets in a row that count toward the loss,
+If the data has a loss mask, `targets` is the number of tokens in a row that count toward the loss,
 and their text is printed between [[ and ]].
 
-`sequence` is the index of a row in the order of all samples, counted from 0. A run never repeats or
-skips a sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the
-command uses the batch size that the run trained with; for later steps, it uses train.batch_size.
+`sequence` is the index of a row among all samples of the run, from 0. A run never repeats or skips
+a sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the command
+uses the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
 
 import functools

@@ -87,7 +87,7 @@ def prepare(
 ) -> list[str]:
     """Write the dataset and return the lines of a summary.
 
-    `arguments` is the result of `parser()`, and `directory` is an absolute path. A built-in dataset
+    `arguments` come from `parser()`, and `directory` is an absolute path. A built-in dataset
     without --out replaces the data in its default folder. The processes of `pool` tokenize files.
 
     Raises:

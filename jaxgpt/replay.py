@@ -155,7 +155,7 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     starts = read_records(run / METRICS, "start")
     last, newest = max(map(int, records), default=0), max(saved)
     sizes = BatchSizes(saved[newest]["batch_sizes"])
-    if starts:  # steps after the newest checkpoint may have another batch size
+    if starts:  # steps after the newest checkpoint may have a different batch size
         sizes = sizes.change_after(newest, starts[-1]["batch_size"])
     stretches = []
     for step in sorted(set(steps)):

@@ -60,7 +60,7 @@ def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
 def _added(
     settings: Mapping[str, Any], tokenizer: HFTokenizer, bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the IDs of the special tokens to add before and after."""
+    """Return the IDs of the special tokens to add at the beginning and the end."""
     flags = {"add_bos_token": bos, "add_eos_token": eos}
     if not flags.keys() & settings.keys():
         return tokenizer.tokens_around()

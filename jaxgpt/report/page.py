@@ -162,7 +162,7 @@ def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, dict[str, float]]]) -> str:
-    """Return a bar for each row, divided into the parts of the row (in seconds)."""
+    """Return HTML with a stacked bar for each row (parts in seconds)."""
     names = dict.fromkeys(name for _, parts in rows for name, s in parts.items() if s >= 0.05)
     color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
     longest, out = max((sum(parts.values()) for _, parts in rows), default=0), ""

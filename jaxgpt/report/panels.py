@@ -98,7 +98,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 def extremes(values: np.ndarray, limit: int) -> np.ndarray:
     """Return the indices of at most `limit` values: the first, the last, and extremes.
 
-    The smallest and the largest value of each of (limit - 2) / 2 parts of equal length are kept.
+    The curve is split into (limit - 2) / 2 equal parts, and the extremes of each part are kept.
     """
     if (n := len(values)) <= limit:
         return np.arange(n)

@@ -84,7 +84,7 @@ class BackgroundTracker:
                 if is_last:
                     if method == "log":
                         break
-                    return  # after a failed `open` or `rewind`, further calls would do harm
+                    return  # after a failed `open` or `rewind`, further calls are unsafe
                 self._closing.wait(PAUSE)
 
     def _succeeds(self, method: str, arguments: tuple[Any, ...]) -> bool:

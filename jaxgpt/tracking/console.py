@@ -111,9 +111,9 @@ class Console:
 
 
 def wrap(text: str, width: int | None) -> str:
-    """Break the lines of `text` that are longer than `width` columns at spaces.
+    """Wrap lines that are longer than `width` columns.
 
-    The continuation of a line is indented by two spaces. If `width` is None, `text` is returned
+    Continuation lines are indented by two spaces. If `width` is None, `text` is returned
     unchanged.
     """
     if width is None:

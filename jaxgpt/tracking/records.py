@@ -75,8 +75,8 @@ class SpikeRecord(Record):
     """A step whose loss or gradient norm is a spike or is not finite.
 
     `loss` is in nats per token. `median` is the median of the last spike.window finite steps before
-    this one, and `limit` is the value above which a step is a spike. Both are for the loss or for
-    the gradient norm, whichever is the cause, and None if the cause is `nonfinite`.
+    this one, and `limit` is the value above which a step is a spike. Both refer to the loss or
+    gradient norm, whichever is the cause, and are None if the cause is `nonfinite`.
     """
 
     kind = "spike"

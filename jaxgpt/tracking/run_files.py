@@ -30,7 +30,7 @@ class RunFiles:
         """Read the run, which is shown as `name`.
 
         Raises `UsageError` if its metrics.jsonl cannot be read. It may be missing, because a run
-        may die before its first record.
+        may fail before its first record.
         """
         self.directory, self.name = directory, name
         self._inode, self._position = -1, 0  # of the part of metrics.jsonl that has been read
@@ -121,7 +121,7 @@ class RunFiles:
         return "running" if not is_here and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
-        """Return the run's row in a table of runs, by heading; unknown values are None."""
+        """Return this run's row of a table, by heading; unknown values are None."""
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
         steps = [records[-1]["step"] for records in (self.records["train"], evals) if records]
@@ -146,7 +146,7 @@ class RunFiles:
 
 
 def number(record: dict[str, Any], key: str) -> float:
-    """Return a number in a record, or NaN if it is missing, not a number or absurdly large."""
+    """Return a number in a record, or NaN if it is missing, too large or not a number."""
     value = record.get(key)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
 

@@ -1,4 +1,4 @@
-"""starts.jsonl: every start of a run, including those that died before their first step.
+"""starts.jsonl: every start of a run, even if it failed before the first step.
 
 The run directory is locked, so the lines of two starts are never interleaved. Each start appends a
 line of kind `start`, then up to one line of each other kind: `devices`, `first_step` and `end`.

@@ -37,8 +37,8 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, which consist of the time in seconds,
-        # the host, and this number.
+        # TensorBoard reads files in the order of their names: the time in seconds, the host, and
+        # this number.
         n_files = len(list(self._directory.iterdir()))
         writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{n_files:06d}")
         self._writer = writer

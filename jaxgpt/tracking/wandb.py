@@ -25,7 +25,7 @@ class Wandb:
     killed, W&B may have lost its last records, so they are logged again from metrics.jsonl.
 
     W&B accepts values only for its newest step. Evaluations and other records may be about an
-    earlier step, so the charts of their groups have their own x-axis, such as `eval/at_step`.
+    earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
     """
 
     extra = "wandb"  # required package, and the jaxgpt extra of the same name
@@ -44,7 +44,7 @@ class Wandb:
         self._start(step)
 
     def _start(self, resume_step: int | None) -> None:
-        """Start a W&B run, or continue this run directory's W&B run after `resume_step`."""
+        """Start a W&B run, or continue the existing one after `resume_step`."""
         import wandb
 
         self.close()
