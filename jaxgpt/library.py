@@ -131,7 +131,7 @@ def load_model(
             `hf:`.
         step: the step of the checkpoint to load; None loads the newest.
         mesh: the mesh to run the model on.
-        dtype: dtype of the computation, float32 or bfloat16; None uses the run's.
+        dtype: compute dtype, float32 or bfloat16; None uses the run's.
         batch_size: number of rows to compute at once.
         cluster: the processes of the job; None means only this process.
 
@@ -336,7 +336,7 @@ class Trainer:
         if saved and saved[-1] >= self.step:
             raise UsageError(
                 f"{directory}: already has a checkpoint of step {saved[-1]}, and this trainer is "
-                f"at step {self.step}; train on, or give another folder"
+                f"at step {self.step}; train further, or give another folder"
             )
 
     def restore(self, run: str | Path, step: int | None = None) -> None:

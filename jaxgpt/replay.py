@@ -327,7 +327,7 @@ def compare(
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:
     """Return whether two numbers differ by at most `tolerance` times `was`.
 
-    None agrees only with None.
+    None matches only None.
     """
     if was is None or found is None:
         return was is found

@@ -12,7 +12,7 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 class UsageError(ValueError):
     """A mistake that the user can fix; the exit status is 2.
 
-    Each argument of the exception describes one mistake and its fix, and is printed on one line.
+    The message says what is wrong and how to fix it. Each argument is one line of the message.
     """
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ def expand_user(path: str, key: str = "") -> str:
         raise UsageError(f"{key}{path}: no home directory is known; use an absolute path")
     sizes = [len(name.encode(errors="replace")) for name in found.split("/")]
     if max(sizes) > MAX_NAME or sum(sizes) > MAX_PATH or "\0" in found:
-        raise UsageError(f"{key}{shorten(path)!r}: no file can have this name; use another name")
+        raise UsageError(f"{key}{shorten(path)!r}: not a valid file name; use another name")
     return found
 
 

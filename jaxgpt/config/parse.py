@@ -102,7 +102,7 @@ def parse_args(
 
     `--help` prints all keys, or those of one group (`--help model`), and exits with status 0. In
     the result, `train.batch_size_per_device` is None, because it has been converted to
-    `train.batch_size`, unless `counts_devices_later` is set.
+    `train.batch_size`, unless `counts_devices_later` applies.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in

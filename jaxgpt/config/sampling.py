@@ -9,7 +9,7 @@ MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATU
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to turn the model's logits into the distribution of the next token.
+    """Options that turn logits into the distribution of the next token.
 
     The options are applied in the order of the fields, as in transformers. Each option selects from
     the tokens that the previous ones kept.

@@ -413,7 +413,7 @@ class SpikeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig:
-    """Fault injection, to rehearse failures."""
+    """Fault injection, to test recovery."""
 
     random_tokens: tuple[int, ...] = ()
     """Ranges of steps that train on random tokens, in the format of train_range_to_skip."""
@@ -457,7 +457,7 @@ class Config:
 
     @property
     def document_end(self) -> int | None:
-        """The ID of the token that ends a document; None if attention crosses document boundaries.
+        """ID of the end-of-text token; None if attention crosses document boundaries.
 
         With data.document_mask, it is also None until data.end_of_text is set, by the user or by
         `data.dataset.with_vocabulary`.

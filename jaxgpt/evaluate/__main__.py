@@ -65,7 +65,7 @@ def parser() -> CommandParser:
     about = "rows to score at once; does not change the result; default 16"
     out.add_argument("--batch", type=whole_number(bits=20), default=16, metavar="N", help=about)
     out.add_argument("--mesh", default="1,-1,1", help="mesh to run the model on")
-    out.add_argument("--dtype", choices=DTYPES, help="dtype of the computation; default the run's")
+    out.add_argument("--dtype", choices=DTYPES, help="compute dtype; default the run's")
     out.add_argument("--json", action="store_true", help="print one line of JSON")
     out.epilog = "Data settings (data.KEY=VALUE) are the same as for jaxgpt.train."
     return out

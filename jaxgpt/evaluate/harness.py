@@ -48,7 +48,7 @@ class JaxGPT(TemplateLM):
             run: the run directory, or hf:FOLDER for a transformers model.
             step: checkpoint to load; default the newest.
             mesh: sizes of the data, fsdp and tensor axes.
-            dtype: dtype of the computation, float32 or bfloat16; default the run's.
+            dtype: compute dtype, float32 or bfloat16; default the run's.
             max_length: longest context in tokens; default the model's.
             batch_size: number of rows to score at once; `auto` means 16.
             max_batch_size, device: accepted because lm_eval passes them to every model, but unused.

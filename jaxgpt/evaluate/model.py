@@ -118,7 +118,7 @@ def find_trained(
         where: run directory.
         step: step of the checkpoint; default the newest.
         mesh: value of `parallel.mesh` for the evaluation.
-        dtype: dtype of the computation; default the run's.
+        dtype: compute dtype; default the run's.
         settings: data settings, "data.KEY=VALUE", which override the run's.
         block_size: length T of the longest row; default the model's.
 

@@ -182,8 +182,8 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
     """Raise `UsageError` if the tokenizers of the data and the model differ; return warnings.
 
-    If data.accept_changes is set, different tokenizers only cause a warning. So does an unknown
-    tokenizer, unless the data is the run's own.
+    If data.accept_changes is set, different tokenizers only cause a warning. An unknown tokenizer
+    also causes a warning, unless the data comes from the run.
     """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:

@@ -22,7 +22,7 @@ MARKS = {  # kind -> color, marker in Bokeh and in matplotlib, meaning
 STYLES = {"train": "line", "eval": "points", "rewind": "dropped"}  # by kind of record
 
 
-class Panel(NamedTuple):  # a plot of numbers over the steps
+class Panel(NamedTuple):  # a plot of metrics against steps
     title: str
     unit: str
     curves: tuple[tuple[str, str, str], ...]  # kind of record, name in the record, label

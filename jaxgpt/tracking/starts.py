@@ -67,7 +67,7 @@ def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     """Return a row for each start of a run, for a table; unknown values are None.
 
     `name` and `state` are those of the run. `seconds` is the time from the start of the job or, if
-    that is unknown, of the process, to the end of the first step; `from` says which.
+    that is unknown, of the process, to the end of the first step; `from` is "job" or "process".
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):
