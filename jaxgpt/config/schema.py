@@ -284,8 +284,9 @@ class TrainConfig:
     corrupted parameters. The replicas are also compared before each checkpoint. 0 disables all
     comparisons."""
     layers_every: CountOrZero = 0
-    """Steps between records of each layer's gradient norm (before clipping) and weight norm (before
-    the update). 0 logs none."""
+    """Steps between records of each layer's gradient norm (before clipping), weight norm (before
+    the update) and activation scale (the RMS of the layer's output, the residual stream, over the
+    batch without dropout). A recorded step takes another forward pass. 0 logs none."""
     eval_at_start: bool = False
     """Also evaluate and generate a sample before the first step."""
     init_from: str | None = None

@@ -124,6 +124,7 @@ class GPT(nnx.Module):
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
         self.end_of_text, self.loss_chunk = end_of_text, loss_chunk
         self.keeps_tables = keeps_tables
+        self.measures_blocks = False  # if set, `run_blocks` returns squares, not auxiliary losses
         V, T = config.vocab_size, config.block_size
         self.token_embedding = embedding(V, config, rngs, "token_embedding", "vocab")
         self.position_embedding = self.head = nnx.data(None)
@@ -196,7 +197,10 @@ class GPT(nnx.Module):
                 padding.
 
         Returns:
-            x_BTD, and the auxiliary losses (B,) by name, summed over the blocks.
+            x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
+            `measures_blocks`, the second result has for each of the L layers (`000`, `001`, ...)
+            the sum of squares (B,) of the block's output, over the positions on this device. It is
+            zero for a layer of another device.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
@@ -204,6 +208,8 @@ class GPT(nnx.Module):
         def run(block: Block, place: int, x_BTD: jax.Array, own: Any) -> tuple[jax.Array, Any]:
             keys_B, is_layer = own
             out_BTD, aux = block(x_BTD, keys_B, inputs[place])
+            if self.measures_blocks:
+                aux = {"squares": jnp.square(out_BTD.astype(jnp.float32)).sum(axis=(1, 2))}
             if is_layer is None:
                 return out_BTD, aux
             aux = jax.tree.map(lambda aux_B: jnp.where(is_layer, aux_B, 0), aux)
@@ -214,6 +220,10 @@ class GPT(nnx.Module):
         layer_keys = self.dropout_keys(batch, key, numbers_L)
         is_layer_L = None if end is None else numbers_L < end
         x_BTD, aux = self.scan_blocks(run, x_BTD, (layer_keys, is_layer_L))
+        if self.measures_blocks:
+            is_own_L = [(numbers_L == layer)[:, None] for layer in range(self.config.n_layer)]
+            own = [jnp.where(is_own, aux["squares"], 0).sum(axis=0) for is_own in is_own_L]
+            return x_BTD, {f"{layer:03}": squares_B for layer, squares_B in enumerate(own)}
         return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:

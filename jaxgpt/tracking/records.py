@@ -44,11 +44,12 @@ class TrainRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRecord(Record):
-    """Norms of each layer, by the layer's number, every train.layers_every steps."""
+    """Values of each layer, by the layer's number, every train.layers_every steps."""
 
     kind = "layers"
     grad_norm: Mapping[str, float]  # of the gradient before clipping
     weight_norm: Mapping[str, float]  # of the weights before the update
+    activation_rms: Mapping[str, float]  # of the residual stream after the layer
 
 
 @dataclass(frozen=True, kw_only=True)

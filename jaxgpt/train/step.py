@@ -21,6 +21,7 @@ from jaxgpt.parallel.zero import local_params, reduce_gradients
 from jaxgpt.spikes.detector import Detection, detect_and_gate
 from jaxgpt.spikes.faults import inject_nan
 from jaxgpt.tracking.figures import Figure
+from jaxgpt.train.layers import layer_values
 from jaxgpt.train.sharded_model import ShardedModel
 from jaxgpt.train.state import TrainState
 
@@ -65,7 +66,7 @@ class Metrics(NamedTuple):
     row_weights: jax.Array | None  # sum of each row's weights: float32 (B,); None without a mask
     detection: Detection
     layers: dict[str, jax.Array] | None = None
-    """The result of `layer_norms`."""
+    """The result of `layer_values`."""
 
     @property
     def loss(self) -> jax.Array:
@@ -119,7 +120,7 @@ def train_step(
         row_losses,
         row_weights if isinstance(token_rows, TokenRows) else None,
         detection,
-        layer_norms(config.train.layers_every, step, gradients, state.params),
+        layer_values(model, step, batch, gradients, state.params),
     )
     return TrainState(params, opt_state, spike_state), metrics
 
@@ -144,29 +145,6 @@ def loss_and_gradients(
         in_specs=(model.param_specs, everywhere, batch_specs(model.mesh), everywhere),
         out_specs=(everywhere, grad_specs),
     )(params, step, batch, total_weight(batch))
-
-
-def layer_norms(
-    every: int, step: jax.Array, gradients: Params, params: Params
-) -> dict[str, jax.Array] | None:
-    """Return the `grad_norm` and `weight_norm` of each layer: float32 (L,).
-
-    They are zero unless `step` is a multiple of `every`, and the result is None if `every` is 0.
-    """
-    if not every:
-        return None
-    layers = {"grad_norm": gradients["layers"], "weight_norm": params["layers"]}
-
-    def norms_L(arrays: Params) -> jax.Array:
-        squares_L = (jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(arrays))
-        return jnp.sqrt(sum(squares_L))
-
-    zeros_L = jnp.zeros(jax.tree.leaves(params["layers"])[0].shape[0])
-    return jax.lax.cond(
-        step % every == 0,
-        lambda: {name: norms_L(arrays) for name, arrays in layers.items()},
-        lambda: dict.fromkeys(layers, zeros_L),
-    )
 
 
 def weighted_mean(sums: jax.Array, weights: jax.Array) -> jax.Array:

@@ -1,0 +1,79 @@
+"""The values of each layer that train.layers_every records."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxgpt.data.batch import Batch, batch_specs
+from jaxgpt.models.transformer import GPT
+from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.schedule import split_microbatches
+from jaxgpt.parallel.sharding import Params
+from jaxgpt.parallel.zero import local_params
+from jaxgpt.train.sharded_model import ShardedModel
+
+
+def layer_values(
+    model: ShardedModel, step: jax.Array, batch: Batch, gradients: Params, params: Params
+) -> dict[str, jax.Array] | None:
+    """Return the values of each layer in the fields of `LayersRecord`: float32 (L,).
+
+    They are zero unless `step` is a multiple of train.layers_every, and the result is None if
+    train.layers_every is 0. Activations take another forward pass, so that other steps cost
+    nothing.
+    """
+    every = model.config.train.layers_every
+    if not every:
+        return None
+    compute = {
+        "grad_norm": lambda: norms_L(gradients["layers"]),
+        "weight_norm": lambda: norms_L(params["layers"]),
+        "activation_rms": lambda: activation_rms_L(model, params, batch),
+    }
+    return jax.lax.cond(
+        step % every == 0,
+        lambda: {name: values_L() for name, values_L in compute.items()},
+        lambda: dict.fromkeys(compute, jnp.zeros(model.config.model.n_layer)),
+    )
+
+
+def norms_L(arrays: Params) -> jax.Array:
+    """Return the norm of each layer over all arrays (L, ...)."""
+    squares_L = (jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(arrays))
+    return jnp.sqrt(sum(squares_L))
+
+
+def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.Array:
+    """Return the root mean square of each block's output over the global batch, without dropout.
+
+    The output is the residual stream after the block. The microbatches are processed one after
+    another, as in training.
+    """
+    B, T = batch.tokens.shape
+    n = 1  # a pipeline splits the batch itself
+    if not model.layer_axes:
+        n = model.config.train.gradient_accumulation_steps * model.n_slices
+    # Each device has the sums over its own rows and positions.
+    over = [*mesh_axes_with("splits_batch", model.mesh), *model.context.sequence_axes]
+    over += model.context.tensor_axes if model.context.sequence_parallel else ()
+
+    def local(params: Params, batch: Batch) -> jax.Array:
+        params, grad_accumulators = local_params(params, model.layouts)
+
+        def squares_L(part: Batch) -> jax.Array:
+            network: GPT = model.network(grad_accumulators, params)
+            network.measures_blocks = True
+            _, squares = model.schedule.run_all_blocks(network, part, None)
+            return jnp.stack([squares[name].sum() for name in sorted(squares)])
+
+        sums_L = jax.lax.map(squares_L, split_microbatches(batch, n)).sum(axis=0)
+        return jax.lax.psum(sums_L, tuple(over)) if over else sums_L
+
+    squares_L = jax.shard_map(
+        local,
+        mesh=model.mesh,
+        in_specs=(model.param_specs, batch_specs(model.mesh)),
+        out_specs=PartitionSpec(),
+        check_vma=not model.layer_axes,  # JAX cannot infer that all stages have the same results
+    )(params, batch)
+    return jnp.sqrt(squares_L / (B * T * model.config.model.n_embd))
