@@ -193,6 +193,10 @@ class Trainer:
         self._state: TrainState | None = None
         self._folder: Path | None = None  # the run directory that this trainer continues
 
+    def __repr__(self) -> str:
+        config, at = self.config, f"step {self.step} of {self.config.train.max_iters}"
+        return f"<jaxgpt.Trainer: {config.config}, {self.steps.describe()}, at {at}>"
+
     @property
     def config(self) -> Config:
         """The configuration, with model.vocab_size from the data."""

@@ -13,7 +13,12 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, in_words, whole_number
 from jaxgpt.data.dataset import dataset_directory
-from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char, prepare_text
+from jaxgpt.data.prepare.builtin import (
+    megatron_name,
+    prepare_python,
+    prepare_shakespeare_char,
+    prepare_text,
+)
 from jaxgpt.data.prepare.pool import job_workers
 from jaxgpt.data.source import ALL_SPLITS, PARTS
 from jaxgpt.data.tokenizers import FILE, SENTENCEPIECE
@@ -125,7 +130,7 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
-    pairs = sorted(directory.glob(f"{glob.escape(directory.name)}_*_document.*"))
+    pairs = sorted(directory.glob(f"{glob.escape(megatron_name(directory))}_*_document.*"))
     folder = [directory / f"{split}{end}" for split in ALL_SPLITS for end in (".bin", ".mask.bin")]
     folder.append(directory / "meta.json")
     own, other = (pairs, folder) if format_ == "megatron" else (folder, pairs)

@@ -95,6 +95,17 @@ def test_scores_of_texts_are_the_losses_of_their_logits(run):
         assert not nats[len(text) - 1 :].any()
 
 
+def test_a_trainer_and_a_model_describe_themselves(run):
+    trainer = trainer_on("1,2,1")
+    layers, width, mlp = 1, 64, 4 * 64  # SMALL, without biases
+    n = layers * (4 * width * width + 2 * width * mlp + 2 * width) + width + 256 * width
+    of_size = f"{n / 1e6:.2f}M parameters, data=1 fsdp=2 tensor=1"
+    assert repr(trainer) == f"<jaxgpt.Trainer: shakespeare_char_cpu, {of_size}, at step 0 of 6>"
+    with devices_of("1,2,1"):
+        model = trainer.model
+    assert repr(model) == f"<jaxgpt model: n_layer=1 n_embd=64, {of_size}, at step 0>"
+
+
 def test_a_value_may_be_a_string_as_in_the_command():
     config = jaxgpt.load_config("tiny").replace(train__batch_size="3")
     assert next(jaxgpt.batches(config, [1])).tokens.shape == (3, config.model.block_size + 1)

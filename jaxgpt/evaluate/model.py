@@ -210,6 +210,10 @@ class Model:
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._generators: dict[tuple[int, int, Sampling], Any] = {}
 
+    def __repr__(self) -> str:
+        size = f"n_layer={self.config.model.n_layer} n_embd={self.config.model.n_embd}"
+        return f"<jaxgpt model: {size}, {self.steps.describe()}, at step {self.trained.step}>"
+
     @property
     def block_size(self) -> int:
         """Length T of the longest row."""

@@ -25,6 +25,7 @@ from jaxgpt.models.decode import Cache
 from jaxgpt.models.loss import TokenScores
 from jaxgpt.models.weights import count_parameters, weights
 from jaxgpt.parallel import sharding
+from jaxgpt.parallel.mesh import describe
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.train.inference import (
     DecodeFn,
@@ -75,6 +76,10 @@ class CompiledFunctions:
     """(params, tokens of shape (B, T+1)) -> logits (B, T, V) for the token after each token."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
     """params -> (function that decodes one text, empty KV cache)."""
+
+    def describe(self) -> str:
+        """Return the size of the model and the mesh: `2.53M parameters, data=2 fsdp=1 tensor=1`."""
+        return f"{self.n_parameters[1] / 1e6:.2f}M parameters, {describe(self.mesh)}"
 
     @property
     def replicated(self) -> NamedSharding:

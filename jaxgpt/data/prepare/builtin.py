@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import sysconfig
 import tempfile
 import urllib.request
@@ -107,7 +108,7 @@ def prepare_text(
                 "use byte or a tokenizer.json"
             )
         key = (not corpus.is_text and json_key) or "text"
-        prefix = directory / f"{directory.name}_{key}_document"
+        prefix = directory / f"{megatron_name(directory)}_{key}_document"
         made = write_megatron(corpus, prefix, encoder, pool)
         encoder.save(directory)
         home = "byte" if isinstance(encoder, ByteTokenizer) else directory
@@ -133,6 +134,11 @@ def prepare_text(
             f"files ignored because of their suffix: {len(ignored):,}, such as {ignored[0]}"
         )
     return said
+
+
+def megatron_name(directory: Path) -> str:
+    """Return the name of a folder without the end `_KEY_document` that a Megatron prefix has."""
+    return re.sub(r"_[^_]+_document$", "", directory.name)
 
 
 def prepare_python(directory: Path) -> list[str]:

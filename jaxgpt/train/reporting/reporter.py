@@ -82,8 +82,9 @@ class Reporter:
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log the header of a run, and write cluster.json and, for a new run, config.yaml.
 
-        The legend of the training lines follows, if the log is new. `facts` is the result of
-        `initialize_jax`. Raises `UsageError` on process 0 if a file cannot be written.
+        If the log is new, the legend of the training lines follows; without a terminal, only the
+        log gets it. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
+        a file cannot be written.
         """
         if not self._enabled:
             return
@@ -106,7 +107,8 @@ class Reporter:
                 del figures["mfu"]
             explain = functools.partial(legend, figures, corpora if len(corpora) > 1 else ())
             full += ["training lines:", *explain()]
-            short += explain(width=self._console.width)
+            width = self._console.width
+            short += explain(width=width) if width else ["training lines: explained in train.log"]
         text = "\n".join(full)
         self.info(text if config.train.verbose else "\n".join(short), full=text)
         if not self._cluster.is_main:
@@ -261,11 +263,11 @@ class Reporter:
             metrics = reading.metrics
             self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
 
-    def _log_layers(self, step: int, norms: dict[str, np.ndarray]) -> None:
+    def _log_layers(self, step: int, layers: dict[str, np.ndarray]) -> None:
         if step % self._config.train.layers_every == 0:
             named = {
                 name: {f"{i:03}": float(value) for i, value in enumerate(values_L)}
-                for name, values_L in norms.items()
+                for name, values_L in layers.items()
             }
             self._trackers.log(LayersRecord(step=step, **named))
 

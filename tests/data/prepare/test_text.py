@@ -135,6 +135,18 @@ def test_megatrons_format_has_every_document_with_its_mark(tmp_path, small_block
     assert index.lengths.tolist() == [len(t.encode()) + 1 for t in texts]
 
 
+def test_the_prefix_of_a_megatron_pair_may_be_given(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    given = "text --input a.txt --tokenizer byte --format megatron --out X_text_document".split()
+    prepare.main(given)
+    names = ["X_text_document.bin", "X_text_document.idx"]
+    assert sorted(path.name for path in (tmp_path / "X_text_document").glob("X*")) == names
+    with pytest.raises(SystemExit):
+        prepare.main(given)
+    assert "X_text_document.bin already exists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
