@@ -55,3 +55,13 @@ def test_committed_lesson_shows_its_outputs(path):
     pictures = [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
     assert pictures
     assert sum(len(base64.b64decode(picture)) for picture in pictures) < 400_000
+
+
+def test_the_readme_shows_each_picture_of_the_gallery_with_its_command():
+    shown = (FOLDER.parent / "README.md").read_text()
+    pictures = sorted((FOLDER / "gallery").iterdir())
+    assert [picture.name for picture in pictures] == ["memory.png", "report.png", "spike.png"]
+    for picture in pictures:
+        assert picture.stat().st_size < 150_000
+        assert f"](notebooks/gallery/{picture.name})" in shown
+        assert f"`python notebooks/gallery.py {picture.stem}`" in shown

@@ -108,7 +108,7 @@ class Trackers:
             try:
                 getattr(tracker, method)(*arguments)
             except Exception as error:  # an error in a tracker should not stop the run
-                failed = f"warning: {name} failed: {in_words(error)}"
+                failed = f"warning: {name} failed: {in_words(error).rstrip('.')}"
                 if method == "close":
                     self._say(f"{failed}; it is incomplete")
                 elif name not in self._failing:

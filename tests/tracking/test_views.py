@@ -3,10 +3,12 @@
 import csv
 import json
 import os
+import shutil
 import sqlite3
 import struct
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from jaxgpt.tracking.records import (
     StartupRecord,
     TrainRecord,
 )
+from wandb_server import WandbServer
 
 # What metrics.jsonl calls a number, and its tag.
 TAGS = {
@@ -120,12 +123,17 @@ def wandb_curves(directory):
                 items = record.history.item
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
                 rows.setdefault(int(row["_step"]), {}).update(row)
+    return points_of(rows), ids
+
+
+def points_of(rows):
+    """Return the points of each curve in the rows of a W&B run, a dict from step to row."""
     out = defaultdict(list)
     for step, row in rows.items():
         for tag in TAGS.values():
             if tag in row:
                 out[tag].append((row.get(f"{tag.partition('/')[0]}/at_step", step), row[tag]))
-    return dict(out), ids
+    return dict(out)
 
 
 def started(part):
@@ -225,6 +233,68 @@ os.kill(os.getpid(), signal.SIGKILL)
     wandb.teardown()
     found, _ = wandb_curves(tmp_path)
     assert found == curves_of(tmp_path)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    with WandbServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+        yield server
+        wandb.teardown()
+        server.shutdown()
+
+
+def uploaded(server):
+    """Return the points of each curve of the server's only run."""
+    (rows,) = server.runs.values()
+    return points_of({row["_step"]: row for row in rows})
+
+
+def test_wandb_sync_uploads_a_run_that_was_resumed_and_rewound(server, tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_run(tmp_path / "run", "wandb")
+    wandb.teardown()
+    monkeypatch.delenv("WANDB_MODE")
+    parts = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    command = shutil.which("wandb", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    subprocess.run([command, "sync", *parts], check=True, capture_output=True, cwd=tmp_path)
+    assert uploaded(server) == curves_of(tmp_path / "run")
+
+
+@pytest.mark.long
+def test_wandb_continues_after_its_server_was_down(server, tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    said, warned = [], threading.Event()
+
+    def say(line):
+        said.append(line)
+        warned.set()
+
+    server.is_down = True
+    trackers, step = open_trackers(tmp_path, ("wandb",), say=say), 0
+    while not warned.wait(0.1):
+        train(trackers, 0, step, step + 1)
+        step += 1
+    server.is_down = False
+    while len(said) < 2:
+        train(trackers, 0, step, step + 1)
+        step += 1
+        warned.clear()
+        warned.wait(0.1)
+    trackers.close()
+    wandb.teardown()
+    name = "train.trackers=wandb"
+    assert said[0].startswith(f"warning: {name} failed: ")
+    assert said[0].endswith("it will be retried")
+    assert said[1:] == [f"{name} works again"]
+    assert server.n_refused and uploaded(server) == curves_of(tmp_path)
 
 
 def test_trackio_s_database_has_one_row_for_each_record(tmp_path, monkeypatch):
