@@ -86,7 +86,7 @@ def batch_of(step, *args):
     "mesh",
     [
         ("1,2,2", "parallel.zero_stage=3", "train.gradient_accumulation_steps=2"),
-        ("2,1,2", "parallel.sequence_parallel=False"),
+        ("2,1,2", "parallel.sequence_parallel=True"),
         ("data=2,context=2", "parallel.context_impl=ring", "model.dropout=0"),
         ("stage=2,tensor=2", "train.gradient_accumulation_steps=4"),
         ("stage=1,fsdp=2", "parallel.scan_layers=True", "parallel.remat=full"),
