@@ -110,7 +110,7 @@ def draw_report(folder):
     jaxgpt("report", spike, plain, "-o", page)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        window = browser.new_page(viewport={"width": 1200, "height": 850})
+        window = browser.new_page(viewport={"width": 1200, "height": 560})
         window.goto(page.as_uri())
         window.wait_for_selector(".bk-Figure")
         window.wait_for_timeout(1000)  # milliseconds; until the panels are drawn
