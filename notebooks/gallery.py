@@ -1,7 +1,7 @@
 """The pictures in the README: `python notebooks/gallery.py [spike] [memory] [report]`.
 
-Without a name, all three are drawn, into the folder `gallery/` beside this file. This takes about
-three minutes on two CPU cores. `report` needs a browser: `pip install playwright`, then `playwright
+Without a name, all three are drawn, into the folder `gallery/` beside this file. This takes six
+minutes on two busy CPU cores. `report` needs a browser: `pip install playwright`, then `playwright
 install chromium`.
 """
 
