@@ -228,7 +228,7 @@ def row_losses(
     from jaxgpt.train.compiled import make_steps
 
     # The step may have had a batch size that is not divisible into microbatches.
-    config = config.replace(train__batch_size=len(tokens))
+    config = config.replace(train__batch_size=len(tokens), train__matmul_dtype=None)
     if len(tokens) % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
     steps = make_steps(config, job_mesh(config, cluster.hosts))

@@ -202,6 +202,7 @@ MEGATRON_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,
+    "train.matmul_dtype": {"fp8": "float8"},
     "parallel.grad_reduce_dtype": _DTYPES,
     "optimizer.name": {
         "adam": "adamw",
@@ -293,9 +294,11 @@ KEY_SUGGESTIONS = {
     ),
     "expert_model_parallel_size expert_parallel_degree": "mixture of experts is not supported",
     "use_mics": "to shard over groups of F devices, use --mesh D,F,T",
-    "fp8_format fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather": (
-        "8-bit training is not supported"
+    "fp8 fp8_format": "use train.matmul_dtype=float8",
+    "fp8_amax_history_len fp8_amax_compute_algo": (
+        "with train.matmul_dtype=float8, scales are computed from the current tensors"
     ),
+    "fp8_param_gather": "parameters are gathered in train.dtype, even with FP8 matmuls",
 }
 
 # Flags in KEY_SUGGESTIONS -> settings for the corrected command, if only one choice is possible.
@@ -304,6 +307,7 @@ KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 # `key=value`, where the value comes from another program -> what to use instead.
 VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
+    "train.dtype=fp8 train.dtype=float8": "use train.dtype=bfloat16 train.matmul_dtype=float8",
     "optimizer.schedule=linear": (
         "use optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, where N is "
         "optimizer.lr_decay_iters - optimizer.warmup_iters, so that the decay begins after warm-up"

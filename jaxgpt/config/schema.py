@@ -263,6 +263,11 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Parameters, optimizer state, softmax and loss are always float32. Logits are
     rounded to the compute dtype before the loss."""
+    matmul_dtype: Literal["float8"] | None = None
+    """Dtype of matmul operands in training. float8 uses FP8 in all linear layers, which can speed
+    up models of 1B parameters or more on an H100 or newer. Attention scores, embeddings, the output
+    layer and evaluations always use train.dtype. CPUs emulate FP8, and older GPUs refuse it. None
+    uses train.dtype."""
     deterministic: bool = False
     """Make runs bitwise reproducible even with cuDNN attention. Steps of the gpt2 preset then take
     1.34 times as long (H200, November 2026)."""

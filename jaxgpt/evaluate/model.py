@@ -131,7 +131,10 @@ def find_trained(
     config = override_data(config_from_dict(meta["config"], str(where)), settings)
     # Use any attention kernel that runs here, because training may have used other devices.
     config = config.replace(
-        parallel__mesh=mesh, model__attention="auto", train__dtype=dtype or config.train.dtype
+        parallel__mesh=mesh,
+        model__attention="auto",
+        train__dtype=dtype or config.train.dtype,
+        train__matmul_dtype=None,
     )
     config = without_training(config)
     longest = config.model.block_size

@@ -6,6 +6,7 @@ them: the transpose of a psum is a pcast to varying, and vice versa.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,8 @@ class ParallelContext:
     """Gather weights and activations again in the backward pass, instead of keeping the gathered
     arrays of all layers in memory."""
     on_cpu: bool = False  # whether the devices are CPUs, which need no layout constraints
+    matmul: Callable[[jax.Array, jax.Array, int], jax.Array] = matmul
+    """Kernel of the linear layers, such as `kernels.linear.matmul`."""
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
         """Return a parameter ready for use: a `ShardedParam` as `all_gather_param` returns it."""
@@ -46,7 +49,8 @@ class ParallelContext:
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
-            return matmul(self.copy_to_tensor_region(x), self.param(kernel).astype(x.dtype), n)
+            x = self.copy_to_tensor_region(x)
+            return self.matmul(x, self.param(kernel).astype(x.dtype), n)
 
         return (jax.checkpoint(multiply) if self.regather_in_backward else multiply)(x, kernel)
 
@@ -58,7 +62,7 @@ class ParallelContext:
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
-            return matmul(x, self.param(kernel).astype(x.dtype), n)
+            return self.matmul(x, self.param(kernel).astype(x.dtype), n)
 
         multiply = jax.checkpoint(multiply) if self.regather_in_backward else multiply
         return self.reduce_from_tensor_region(multiply(x, kernel))

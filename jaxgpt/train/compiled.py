@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
 from jaxgpt.data.batch import TokenRows
+from jaxgpt.kernels.float8 import check_float8
 from jaxgpt.models.attention import (
     KERNELS,
     Attention,
@@ -48,6 +49,9 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them when it compiles; the compile cache keeps the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
+# With Triton, XLA computes the products of kernels/float8.py in bfloat16. It does the same if it
+# merges products that share an operand, such as those of queries and keys.
+FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,8 @@ def make_steps(
 
     Raises:
         UsageError: if the kernel that model.attention names cannot run, if the mesh does not fit
-            the model, or if an option names an unknown kernel, layer or optimizer.
+            the model, if the devices do not support train.matmul_dtype, or if an option names an
+            unknown kernel, layer or optimizer.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu
@@ -136,7 +141,15 @@ def make_steps(
     # Other kernels never store the scores for the backward pass.
     recomputes = config.parallel.remat == "attention" and KERNELS[kernel].stores_scores
     trained_attend = without_scores(attend) if recomputes else attend
-    model = shard_model(config, mesh, trained_attend, slices, on_cpu)
+    shard = functools.partial(
+        shard_model, mesh=mesh, attend=trained_attend, n_slices=slices, on_cpu=on_cpu
+    )
+    model = trained = shard(config)
+    float8_warnings: list[str] = []
+    if config.train.matmul_dtype is not None:
+        float8_warnings = check_float8(device.platform, cuda_capability(device))
+        # In evaluations, the result of a row must not depend on the other rows, as FP8 scales do.
+        model = shard(config.replace(train__matmul_dtype=None))
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # they shard the most dims
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
@@ -150,6 +163,7 @@ def make_steps(
         n_parameters=count_parameters(config.model),
         warnings=(
             *fallback_warnings(setting, kernel, reason),
+            *float8_warnings,
             *sharding.undivided_dims_warnings(described, rules, mesh),
             *model.warnings,
         ),
@@ -162,7 +176,7 @@ def make_steps(
         ),
         init_from=jax.jit(functools.partial(state_of, config), out_shardings=state_at),
         train_step=jax.jit(
-            functools.partial(train_step, model),
+            functools.partial(train_step, trained),
             in_shardings=(state_at, whole, whole, batch_at),
             out_shardings=(state_at, whole),
             donate_argnums=0,
@@ -199,5 +213,7 @@ def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any
         options = SEVERAL_GPU_OPTIONS
     if platform == "gpu" and config.train.deterministic:
         options = options | DETERMINISTIC_GPU_OPTIONS
+    if platform == "gpu" and config.train.matmul_dtype is not None:
+        options = options | FLOAT8_GPU_OPTIONS
     flags = os.environ.get("XLA_FLAGS", "")  # compiler options would override these flags
     return {name: value for name, value in options.items() if f"--{name}" not in flags} or None

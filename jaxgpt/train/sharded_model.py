@@ -11,6 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config, MeshShape
+from jaxgpt.kernels.float8 import float8_matmul
+from jaxgpt.kernels.linear import matmul
 from jaxgpt.models.attention import Attention, visible_keys
 from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, gpt_graph
@@ -113,6 +115,7 @@ def shard_model(
         sequence_parallel=sequence_parallel,
         regather_in_backward=gathers and keeps_all,
         on_cpu=on_cpu,
+        matmul=matmul if config.train.matmul_dtype is None else float8_matmul,
     )
     device = find_device(mesh.devices.flat[0].device_kind)
     per_host = device.devices_per_host if device and device.memory else None  # not for CPUs

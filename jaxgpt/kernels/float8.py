@@ -1,0 +1,101 @@
+"""Matmul of activations and weights in FP8 (8-bit floating point), with train.matmul_dtype=float8.
+
+Operands are scaled tensor by tensor. Activations and weights are rounded to E4M3, and gradients to
+E5M2 (arXiv 2209.05433), which has a larger range and a shorter mantissa.
+
+A product is written as `_dequantize(a) @ _dequantize(b)`. For GPUs with FP8, XLA replaces this by
+cublasLt's FP8 matmul. Other devices compute it as it is written, so that they emulate FP8: the
+values are the same, except for the order of the sums.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxgpt.config import UsageError
+
+MIN_CAPABILITY = 8.9  # CUDA compute capability of the first GPUs with FP8 (Ada)
+# For the sums of gradients, cublasLt must not use its fast accumulation, which has fewer bits.
+_EXACT_SUMS = jax.lax.Precision.HIGHEST
+
+
+class Quantized(NamedTuple):
+    """A tensor in FP8: `values * scale`."""
+
+    values: jax.Array
+    scale: jax.Array  # a power of two: float32 scalar
+
+
+def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
+    """Round x to an FP8 dtype, after multiplying it by the largest power of two that fits.
+
+    Powers of two add no rounding error. With them, the scale only affects elements so small that
+    they become subnormal numbers or 0: in E4M3, elements smaller than a 14,000th of the largest.
+
+    Inside `shard_map`, the scale belongs to the device's part of x, so that no communication is
+    needed. A product over several devices is a sum of products whose scales have been divided out.
+
+    NaN or infinity in x makes every product with it NaN.
+    """
+    largest = jnp.maximum(jnp.abs(x).max().astype(jnp.float32), 1e-30)
+    factor = float(jnp.finfo(dtype).max) / largest
+    exponent = jax.lax.bitcast_convert_type(factor, jnp.int32) & 0x7F800000  # drop the mantissa
+    factor = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return Quantized((x * factor.astype(x.dtype)).astype(dtype), 1 / factor)
+
+
+def _dequantize(x: Quantized, dtype: jnp.dtype) -> jax.Array:
+    return x.values.astype(dtype) * x.scale.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
+    """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
+
+    The two products of the backward pass are in FP8, too. The backward pass keeps x and W in FP8.
+    """
+    return _forward(x, w, n)[0]
+
+
+def _forward(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, tuple[Quantized, Quantized]]:
+    kept = quantize(x, jnp.float8_e4m3fn), quantize(w, jnp.float8_e4m3fn)
+    return jnp.tensordot(*(_dequantize(one, x.dtype) for one in kept), n), kept
+
+
+def _backward(
+    n: int, kept: tuple[Quantized, Quantized], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    dtype, shapes = dy.dtype, [one.values.shape for one in kept]
+    x, w, dy = (_dequantize(one, dtype) for one in (*kept, quantize(dy, jnp.float8_e5m2)))
+    inputs = math.prod(w.shape[:n])
+    x_NI, w_IO = x.reshape(-1, inputs), w.reshape(inputs, -1)
+    dy_NO = dy.reshape(-1, w_IO.shape[1])
+    products = (dy_NO, w_IO.T), (x_NI.T, dy_NO)
+    dx, dw = (jnp.matmul(*operands, precision=_EXACT_SUMS) for operands in products)
+    return dx.reshape(shapes[0]), dw.reshape(shapes[1])
+
+
+float8_matmul.defvjp(_forward, _backward)
+
+
+def check_float8(platform: str, capability: float) -> list[str]:
+    """Return a list with a warning if the devices emulate FP8, and otherwise an empty list.
+
+    Args:
+        platform: `jax.Device.platform` of the devices.
+        capability: CUDA compute capability of the devices.
+
+    Raises:
+        UsageError: if the devices are GPUs without FP8.
+    """
+    if platform != "gpu":
+        return ["train.matmul_dtype=float8 is emulated on these devices, which makes steps slower"]
+    if capability < MIN_CAPABILITY:
+        raise UsageError(
+            "train.matmul_dtype=float8: needs NVIDIA GPUs of compute capability "
+            f"{MIN_CAPABILITY} or more, such as an H100; leave it out"
+        )
+    return []
