@@ -391,15 +391,8 @@ def _set_mesh(line: CommandLine) -> None:
 def _set_batch(line: CommandLine) -> None:
     """Set the batch size from Megatron's and nanoGPT's microbatch sizes."""
     later, words = line.later, line.words
-    if "per_device" in later:  # MaxText counts all devices, even those that share rows
-        shown, number = line.shown["per_device"], later["per_device"][0]
-        size = _whole(number.removesuffix(".0"))
-        if size:
-            others = [axis for axis in line.axes if axis not in axes_with("splits_batch")]
-            size *= math.prod(_axis_size(line, axis) for axis in others)
-            line.put("train.batch_size_per_device", [str(size)], shown)
-        else:
-            line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
+    if "per_device" in later:
+        _set_maxtext_batch(line)
     if "micro_batch_size" in later:
         shown = line.shown["micro_batch_size"]
         if "train.batch_size" in words:
@@ -425,6 +418,30 @@ def _set_batch(line: CommandLine) -> None:
                 f"{shown}: use train.gradient_accumulation_steps=N to split the global batch of "
                 "train.batch_size sequences into N microbatches",
             )
+
+
+def _set_maxtext_batch(line: CommandLine) -> None:
+    """Set the batch size from MaxText's per_device_batch_size.
+
+    MaxText counts all devices, even those that share rows, and a pipeline splits this batch into
+    microbatches, by default one per stage.
+    """
+    shown, key = line.shown["per_device"], "train.gradient_accumulation_steps"
+    size = _whole(line.later["per_device"][0].removesuffix(".0"))
+    try:
+        shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
+    except ValueError:  # reported with the value
+        return
+    sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
+    stages, n = shape.split_of("splits_layers"), 1
+    if stages > 1:
+        n = _number(line, key) or stages
+        line.words.setdefault(key, [str(n)])
+    rows = (size or 0) * math.prod(shape[axis] for axis in sharing)
+    if rows > 0 and rows % n == 0:
+        line.put("train.batch_size_per_device", [str(rows // n)], shown)
+    else:
+        line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
 
 
 def _whole(word: str) -> int | None:

@@ -166,6 +166,24 @@ WORKS = [
     ("opt_type=adamw", "optimizer.name", "adamw"),
     # MaxText's global batch is this size x all devices, including those of the tensor axis
     ("model_name=llama2-7b per_device_batch_size=8 --mesh 2,2,1", "train.batch_size", 32),
+    ("model_name=llama2-7b per_device_batch_size=8 --mesh 2,2,2", "train.batch_size", 64),
+    (
+        "model_name=llama2-7b per_device_batch_size=2 --mesh data=2,context=4",
+        "train.batch_size",
+        16,
+    ),
+    # In a pipeline, all microbatches together are this size x all devices.
+    (
+        "model_name=llama2-7b per_device_batch_size=4 ici_pipeline_parallelism=2 "
+        "ici_fsdp_parallelism=2 num_pipeline_microbatches=4",
+        "train.batch_size",
+        16,
+    ),
+    (
+        "model_name=llama2-7b per_device_batch_size=4 --mesh stage=2,fsdp=2",
+        "train.gradient_accumulation_steps",
+        2,
+    ),
     ("ici_fsdp_parallelism=4 dcn_fsdp_parallelism=2", "parallel.mesh", "1,8,1"),
     ("ici_fsdp_parallelism=-1 dcn_data_parallelism=-1", "parallel.mesh", "1,-1,1"),
     ("dcn_data_parallelism=2 ici_fsdp_parallelism=4", "parallel.mesh", "2,4,1"),
@@ -226,6 +244,11 @@ ANSWERED = [
     # MaxText
     ("per_device_batch_size=8", "the number of devices is unknown", None),
     ("per_device_batch_size=0.5", "train.batch_size=N", None),
+    (
+        "model_name=llama2-7b per_device_batch_size=1 --mesh stage=2 num_pipeline_microbatches=4",
+        "train.batch_size=N",
+        "--config llama2-7b --mesh stage=2 train.gradient_accumulation_steps=4",
+    ),
     ("base_output_directory=gs://x", "--out FOLDER", None),
     # slips
     ("model.n_layers=3", "did you mean model.n_layer?", "model.n_layer=3"),
