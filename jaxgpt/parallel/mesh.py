@@ -10,8 +10,12 @@ from jax.sharding import AxisType, Mesh
 from jaxgpt.config import Config, MeshShape, axes_with, check_batch, mesh_shape
 
 
-def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return a mesh of all devices of the job; their number must equal `shape.n_devices`.
+def make_mesh(
+    shape: MeshShape,
+    hosts: Sequence[int] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Return a mesh of `shape.n_devices` devices.
 
     Devices are ordered by host, then by process, so that `tensor`, the last axis, stays within a
     host if possible, and the first axes, `stage` and `data`, cross hosts. On one host with CPUs or
@@ -20,13 +24,14 @@ def make_mesh(shape: MeshShape, hosts: Sequence[int] | None = None) -> Mesh:
 
     Args:
         hosts: the host number of each process. None assumes that ranks are ordered by host.
+        devices: the devices of the mesh. None: all devices of the job.
     """
 
     def place(device: jax.Device) -> tuple[int, int, int]:
         process = device.process_index
         return (hosts[process] if hosts else 0), process, device.id
 
-    devices = sorted(jax.devices(), key=place)
+    devices = sorted(jax.devices() if devices is None else devices, key=place)
     assert shape.n_devices == len(devices), (shape, len(devices))
     sizes, axes = tuple(shape.values()), tuple(shape)
     return Mesh(np.array(devices).reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -70,7 +75,8 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
     last = [list(shape).index(axis) for axis in axes]
     groups = np.moveaxis(places, last, range(-len(last), 0))
     groups = groups.reshape(-1, math.prod(shape[axis] for axis in axes))
-    return max(len(np.unique(group)) for group in groups)
+    changes = np.diff(np.sort(groups, axis=1), axis=1) != 0
+    return 1 + int(changes.sum(axis=1).max())
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:

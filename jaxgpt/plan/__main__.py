@@ -29,6 +29,8 @@ from jaxgpt.runtime.initialize import pin_settings
 from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
 from jaxgpt.train.resume import initial_model
 
+MAX_DEVICES = 2**16
+
 
 def parser() -> CommandParser:
     usage = (
@@ -78,8 +80,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
     pin_settings()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", n_devices)
-    from jaxgpt.plan.advise import find_fit, reason, search_meshes, train_options
+    jax.config.update("jax_num_cpu_devices", min(n_devices, MAX_CPU_DEVICES))
+    from jaxgpt.plan.advise import reason, search_layouts, train_options
     from jaxgpt.plan.layout import plan_layout
     from jaxgpt.plan.report import advice_report, plan_report
 
@@ -87,13 +89,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
         plan = plan_layout(config, shape, device, per_host)
         if arguments.json:
             return json.dumps(plan.to_dict(), indent=1)
-        is_searched = not plan.fits and device.memory is not None
-        return plan_report(plan, find_fit(plan) if is_searched else None)
-    found = search_meshes(config, n_devices, device, per_host)
+        if plan.fits or device.memory is None:
+            return plan_report(plan)
+        return plan_report(plan, search_layouts(config, n_devices, device, per_host, 1).plans[0])
+    found = search_layouts(config, n_devices, device, per_host)
     if arguments.json:
         advice = [
             {"options": train_options(plan, config), "reason": reason(plan)} | plan.summary()
-            for plan in found
+            for plan in found.plans
         ]
         job = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
         return json.dumps(job | {"advice": advice}, indent=1)
@@ -104,22 +107,29 @@ def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> i
     """Return the number of devices to plan for, from --advise or the mesh, where -1 counts as 1.
 
     Raises:
-        UsageError: if there are more than MAX_CPU_DEVICES, if parallel.mesh does not fit the model,
-            or if --advise is combined with an option in `rest` that it chooses.
+        UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
+            --advise is combined with an option in `rest` that it chooses.
     """
     shape = mesh_shape(config)
-    option, n = f"parallel.mesh={shape}", shape.n_devices
-    if advise is not None:
-        option, n = f"--advise={advise}", advise
-        chosen = ("mesh", "parallel.mesh", "parallel.remat", "parallel.sequence_parallel")
-        for word in rest:
-            if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
-                raise UsageError(f"{word}: --advise chooses this option; remove one of the two")
-    if n > MAX_CPU_DEVICES:
-        raise UsageError(
-            f"{option}: can plan for at most {MAX_CPU_DEVICES} devices; choose a smaller number"
-        )
-    return n
+    from jaxgpt.plan.advise import CHOSEN  # imports JAX
+    from jaxgpt.plan.program import with_fewer_replicas
+
+    if advise is None:
+        _, simulated = with_fewer_replicas(config, shape)
+        if simulated.n_devices > MAX_CPU_DEVICES:
+            raise UsageError(
+                f"parallel.mesh={shape}: even with fewer replicas ({simulated}), it would need "
+                f"{simulated.n_devices} simulated devices; the limit is {MAX_CPU_DEVICES}; choose "
+                "a larger data axis"
+            )
+        return shape.n_devices
+    chosen = ("mesh", "parallel.mesh", *CHOSEN)
+    for word in rest:
+        if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
+            raise UsageError(f"{word}: --advise chooses this option; remove one of the two")
+    if advise > MAX_DEVICES:
+        raise UsageError(f"--advise={advise}: must be at most {MAX_DEVICES}; choose fewer devices")
+    return advise
 
 
 def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:

@@ -1,197 +1,263 @@
 """Rank the meshes for a number of devices."""
 
-import bisect
+import dataclasses
+import itertools
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from jaxgpt.config import Config, MeshShape, UsageError, check_batch
+from jaxgpt.config import Config, MeshShape, UsageError, check_batch, mesh_shape
+from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
+from jaxgpt.models.layers import layer_pattern
+from jaxgpt.optim.state import n_moments
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.units import count
+from jaxgpt.plan.estimate import estimate_memory
 from jaxgpt.plan.layout import Plan, plan_layout
-from jaxgpt.plan.program import Program, state_memory
+from jaxgpt.plan.program import Program, with_fewer_replicas
+from jaxgpt.plan.traffic import expected_traffic, sum_traffic
+from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
 # A layout ranks before a simpler one only if it takes less than this fraction of that one's time.
-TIE_RATIO = 0.9
+TIE_RATIO = 0.96
+COMPILED = 5  # number of layouts to compile
+MIN_SLICE = 2048  # tokens; `context` splits no row into shorter slices, because it is for long rows
+# Settings that the search chooses, in the order of the options that it prints.
+CHOSEN = (
+    "parallel.sequence_parallel",
+    "parallel.remat",
+    "parallel.schedule",
+    "parallel.stage_repeats",
+    "train.gradient_accumulation_steps",
+    "parallel.reduce_every",
+)
+_SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh axes
 
 
-def search_meshes(
-    config: Config, n_devices: int, device: Device, devices_per_host: int
-) -> list[Plan]:
-    """Return the layouts that the model and the batch allow, best first.
+class Advice(NamedTuple):
+    """The best layouts, compiled, and the number of meshes that formulas have compared."""
 
-    Each layout uses the least rematerialization that makes it fit. Layouts that fit come first,
-    sorted by step time. However, a simpler layout comes before one that is only slightly faster
-    (`TIE_RATIO`) or whose time is unknown. Pure data parallelism is always the first layout if it
-    fits without remat, because it is the simplest to scale.
+    plans: list[Plan]  # best first
+    n_meshes: int
 
-    The mesh, sequence_parallel and remat of `config` are ignored. Progress is printed on stderr.
-    The requirements are the same as for `compile_step`.
+
+def search_layouts(
+    config: Config, n_devices: int, device: Device, devices_per_host: int, n: int = COMPILED
+) -> Advice:
+    """Return the `n` best layouts that the model and the batch allow.
+
+    Formulas (`estimate.py`) rank all meshes. The best `n` meshes are then compiled and ranked
+    again. Each mesh uses the schedule, the number of microbatches and the remat that are fastest
+    among those that fit. Layouts that fit come first, sorted by step time. However, a simpler
+    layout comes before one that is only slightly faster (`TIE_RATIO`) or whose time is unknown.
+    Pure data parallelism is always the first layout if it fits without remat, because it is the
+    simplest to scale.
+
+    The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
+    JAX must simulate `n_devices` devices, or `MAX_CPU_DEVICES` if that is less, and
+    config.model.vocab_size must be set.
 
     Raises:
         UsageError: if no mesh divides the batch, or if `compile_step` raises it.
     """
-    plans = []
-    for tensor, chosen in _tensor_sizes(config, devices_per_host):
-        remat = REMATS[0]
-        for mesh in _meshes(chosen, n_devices, tensor):
-            # The next mesh has more state per device, so it needs at least as much remat.
-            remat = remat if mesh["fsdp"] > 1 else REMATS[0]
-            chosen = chosen.replace(parallel__mesh=str(mesh), parallel__remat=remat)
-            plan = _plan_with_least_remat(chosen, mesh, device, devices_per_host)
-            remat = plan.config.parallel.remat
-            plans.append(plan)
-    if not plans:
-        multiple = n_devices * config.train.gradient_accumulation_steps
+    estimator = Estimator(config, device, devices_per_host)
+    found = []
+    for mesh in _meshes(config, n_devices, devices_per_host):
+        variants = [estimator.with_least_remat(mesh, v) for v in _variants(config, mesh)]
+        if variants:
+            found.append(min(variants, key=_order))
+    if not found:
         raise UsageError(
             f"--advise={n_devices}: no mesh of {n_devices} devices divides "
-            f"train.batch_size={config.train.batch_size}; make it a multiple of {multiple}"
+            f"train.batch_size={config.train.batch_size}; make it a multiple of {n_devices}"
         )
-    return list(_ranked(plans))
+    best = [_compile(plan) for plan in itertools.islice(_different(_ranked(found)), n)]
+    return Advice(list(_ranked(best)), len(found))
 
 
-def _tensor_sizes(config: Config, devices_per_host: int) -> Iterator[tuple[int, Config]]:
-    """Yield the possible sizes of `tensor` within a host, each with its sequence parallelism."""
-    for tensor in range(1, devices_per_host + 1):
-        splits_heads = config.model.n_head % tensor == config.model.mlp_width % tensor == 0
-        if devices_per_host % tensor == 0 and splits_heads:
-            sequence_parallel = tensor > 1 and config.model.block_size % tensor == 0
-            yield tensor, config.replace(parallel__sequence_parallel=sequence_parallel)
+class Estimator:
+    """Estimates of plans, from formulas."""
+
+    def __init__(self, config: Config, device: Device, devices_per_host: int):
+        kernel, _ = choose_attention(
+            AttentionSetting(
+                config.model,
+                config.train.dtype,
+                device.platform,
+                device.cuda_capability,
+                config.data.document_mask,
+            )
+        )
+        self.device, self.devices_per_host = device, devices_per_host
+        self.stores_scores = KERNELS[kernel].stores_scores
+        self.n_moments = n_moments(config.optimizer)
+
+    def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
+        """Return the plan with the least remat that fits, or with full remat if none fits."""
+        smallest = self.plan(mesh, config.replace(parallel__remat=REMATS[-1]))
+        if not smallest.fits:
+            return smallest
+        plans = (self.plan(mesh, config.replace(parallel__remat=remat)) for remat in REMATS[:-1])
+        return next((plan for plan in plans if plan.fits), smallest)
+
+    def plan(self, mesh: MeshShape, config: Config) -> Plan:
+        """Return the plan of a layout. Its collectives are missing if it does not fit."""
+        memory = estimate_memory(config, mesh, self.n_moments, self.stores_scores)
+        program = Program(memory, stores_scores=self.stores_scores)
+        plan = Plan(config, mesh, self.device, self.devices_per_host, program)
+        if not plan.fits:
+            return plan
+        traffic = sum_traffic(expected_traffic(config, mesh, self.device.devices_per_host))
+        return dataclasses.replace(plan, program=dataclasses.replace(program, collectives=traffic))
 
 
-def _meshes(config: Config, n_devices: int, tensor: int) -> Iterator[MeshShape]:
-    """Yield the meshes with this `tensor` size, the largest `fsdp` first."""
-    for fsdp in range(n_devices // tensor, 0, -1):
-        if n_devices // tensor % fsdp or config.model.n_embd % fsdp:
-            continue
-        shape = MeshShape(n_devices // tensor // fsdp, fsdp, tensor)
-        try:
-            check_batch(config, shape)
-        except UsageError:
-            continue
-        yield shape
+def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[MeshShape]:
+    """Yield the meshes for this number of devices that can be compiled, the simplest first.
+
+    `tensor` stays within a host, because every layer waits for it.
+    """
+    most = max(1, config.model.block_size // MIN_SLICE)
+    for tensor in _divisors(devices_per_host):
+        for context in _divisors(n_devices // tensor):
+            if context > most:
+                break
+            for stage in _divisors(n_devices // tensor // context):
+                replicas = n_devices // tensor // context // stage
+                for fsdp in _divisors(replicas):
+                    if config.model.n_embd % fsdp or config.train.batch_size % replicas:
+                        continue
+                    inner = {"context": context, "tensor": tensor}
+                    mesh = MeshShape(replicas // fsdp, fsdp, stage=stage, **inner)
+                    if with_fewer_replicas(config, mesh)[1].n_devices <= MAX_CPU_DEVICES:
+                        yield mesh
 
 
-def _plan_with_least_remat(
-    config: Config, mesh: MeshShape, device: Device, devices_per_host: int
-) -> Plan:
-    """Plan a layout, starting with `config.parallel.remat` and increasing remat until it fits."""
-    plan = _plan_state(config.replace(parallel__remat=REMATS[0]), mesh, device, devices_per_host)
+def _variants(config: Config, mesh: MeshShape) -> Iterator[Config]:
+    """Yield the schedules and numbers of microbatches that a mesh allows, the simplest first."""
+    T, tensor = config.model.block_size, mesh.split_of("splits_heads")
+    config = config.replace(
+        parallel__mesh=str(mesh),
+        parallel__sequence_parallel=tensor > 1
+        and T % mesh.split_of("splits_heads", "splits_sequence") == 0,
+    )
+    n_stages = mesh.split_of("splits_layers")
+    patterns = config.model.n_layer // len(layer_pattern(config.model))
+    is_even = n_stages > 1 and patterns % n_stages == 0
+    shards = mesh.split_of("shards_parameters") > 1 and config.parallel.zero_stage >= 2
+    for n in _divisors(config.train.batch_size // mesh.split_of("splits_batch")):
+        for repeats in _divisors(patterns // n_stages) if is_even else (1,):
+            for reduce_every in ("step", "microbatch")[: 1 + (n > 1 and shards and n_stages == 1)]:
+                layout = config.replace(
+                    parallel__schedule="circular" if repeats > 1 else "gpipe",
+                    parallel__stage_repeats=repeats,
+                    parallel__reduce_every=reduce_every,
+                    train__gradient_accumulation_steps=n,
+                )
+                if _is_possible(layout, mesh):
+                    yield layout
+
+
+def _is_possible(config: Config, mesh: MeshShape) -> bool:
+    try:
+        check_batch(config, mesh_shape(config))
+    except UsageError:
+        return False
+    return True
+
+
+def _divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]
+
+
+def _compile(estimated: Plan) -> Plan:
+    """Compile a layout, with more remat if it does not fit."""
+    memory = dataclasses.replace(estimated.memory, activations_and_temporaries=0)
+    plan = dataclasses.replace(estimated, program=Program(memory))
     if not plan.fits:
         return plan
-    for remat in REMATS[REMATS.index(config.parallel.remat) :]:
-        print(f"compiling mesh {mesh} with remat={remat}", file=sys.stderr)
-        chosen = config.replace(parallel__remat=remat)
-        plan = plan_layout(chosen, mesh, device, devices_per_host)
+    first = REMATS.index(estimated.config.parallel.remat)
+    for remat in REMATS[first:]:
+        if remat == "attention" and not estimated.program.stores_scores:
+            continue
+        config = estimated.config.replace(parallel__remat=remat)
+        print(f"compiling mesh {plan.mesh} with remat={remat}", file=sys.stderr)
+        plan = plan_layout(config, plan.mesh, plan.device, plan.devices_per_host)
         if plan.fits:
             break
     return plan
 
 
-def _plan_state(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
-    """Return a plan that contains only the size of the state, without compiling."""
-    return Plan(config, mesh, device, devices_per_host, Program(state_memory(config, mesh, device)))
+def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
+    """Leave out plans that differ from two previous ones only in `data` and `fsdp`."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for plan in plans:
+        others = tuple(plan.mesh.split_of(role) for role in _SPLITS)
+        seen[others] += 1
+        if seen[others] <= 2:
+            yield plan
 
 
-def find_fit(plan: Plan) -> Plan | None:
-    """Return the plan of a layout that fits on the same devices, or None if none is found.
-
-    It differs from `plan` in its mesh and sequence parallelism and, only if necessary, in
-    `parallel.remat`, and then in the number of microbatches and `parallel.reduce_every`. Its mesh
-    has only the axes `data`, `fsdp` and `tensor`, with the smallest `tensor` (within a host) and
-    then the smallest `fsdp` that fit. Progress is printed on stderr. The requirements and errors
-    are the same as for `compile_step`.
-    """
-    job = plan.device, plan.devices_per_host
-    n_devices = plan.mesh.n_devices
-    plans: dict[str, Plan] = {}
-
-    def planned(layout: tuple[Config, MeshShape]) -> Plan:
-        state = _plan_state(*layout, *job)
-        options = train_options(state, plan.config)
-        if options not in plans:
-            print(f"compiling {options}", file=sys.stderr)
-            plans[options] = plan_layout(*layout, *job)
-        return plans[options]
-
-    def first_fit(layouts: list[tuple[Config, MeshShape]]) -> Plan | None:
-        """Return the first plan that fits, given layouts in order of decreasing memory."""
-        i = bisect.bisect_left(layouts, True, key=lambda layout: planned(layout).fits)
-        return planned(layouts[i]) if i < len(layouts) else None
-
-    for tensor, config in _tensor_sizes(plan.config, plan.devices_per_host):
-        changes = list(_changes(config, n_devices // tensor))
-        meshes = list(_meshes(config, n_devices, tensor))[::-1]
-        meshes = [mesh for mesh in meshes if _plan_state(changes[-1], mesh, *job).fits]
-        if meshes and (found := first_fit([(change, meshes[-1]) for change in changes])):
-            return first_fit([(found.config, mesh) for mesh in meshes])
-    return None
+def _seconds(plan: Plan) -> float:
+    return plan.estimate.step if plan.estimate else 0.0
 
 
-def _changes(config: Config, n_splits: int) -> Iterator[Config]:
-    """Yield `config`, then with full remat, then also with more microbatches, up to the maximum.
-
-    `n_splits` is the number of devices that split a microbatch.
-    """
-    yield config
-    if config.parallel.remat != REMATS[-1]:
-        config = config.replace(parallel__remat=REMATS[-1])
-        yield config
-    rows = config.train.batch_size // n_splits
-    for n in range(max(2, config.train.gradient_accumulation_steps), rows + 1):
-        change = config.replace(
-            train__gradient_accumulation_steps=n, parallel__reduce_every="microbatch"
-        )
-        if rows % n == 0 and change != config:
-            yield change
+def _order(plan: Plan) -> tuple[bool, float]:
+    """Sort key that prefers layouts that fit, then fast ones or, if none fits, small ones."""
+    return not plan.fits, _seconds(plan) if plan.fits else plan.memory.total
 
 
-def _ranked(plans: list[Plan]) -> Iterator[Plan]:
+def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
     def simplicity(plan: Plan) -> tuple[int, ...]:
-        remat = REMATS.index(plan.config.parallel.remat)
-        return plan.mesh["tensor"], plan.mesh["fsdp"], remat
+        parallel = plan.config.parallel
+        sizes = (plan.mesh.split_of(role) for role in (*_SPLITS, "shards_parameters"))
+        return *sizes, REMATS.index(parallel.remat), parallel.stage_repeats
 
-    def seconds(plan: Plan) -> float:
-        return plan.estimate.step if plan.estimate else 0.0
+    def is_simplest(plan: Plan) -> bool:
+        return plan.mesh.splits_only_batch and plan.config.parallel.remat == "none"
 
     plans = sorted(plans, key=simplicity)
     left = [plan for plan in plans if plan.fits]
     while left:
-        limit = min(map(seconds, left)) / TIE_RATIO
-        best = next(p for p in left if simplicity(p) == (1, 1, 0) or seconds(p) <= limit)
+        limit = min(map(_seconds, left)) / TIE_RATIO
+        best = next(p for p in left if is_simplest(p) or _seconds(p) <= limit)
         left.remove(best)
         yield best
     too_large = [plan for plan in plans if not plan.fits]
-    yield from sorted(too_large, key=lambda plan: (not plan.is_compiled, plan.memory.total))
+    yield from sorted(too_large, key=lambda plan: (not plan.is_complete, plan.memory.total))
 
 
 def train_options(plan: Plan, given: Config) -> str:
     """Return the options that change `given`, the settings of a command, to the layout's."""
-    parallel, n = plan.config.parallel, plan.config.train.gradient_accumulation_steps
     words = [f"--mesh {plan.mesh}"]
-    for key in ("sequence_parallel", "remat"):
-        if getattr(parallel, key) != getattr(given.parallel, key):
-            words.append(f"parallel.{key}={getattr(parallel, key)}")
-    if n != given.train.gradient_accumulation_steps:
-        words.append(f"train.gradient_accumulation_steps={n}")
-    if parallel.reduce_every != given.parallel.reduce_every:
-        words.append(f"parallel.reduce_every={parallel.reduce_every}")
+    for key in CHOSEN:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(plan.config, section), name)
+        if value != getattr(getattr(given, section), name):
+            words.append(f"{key}={value}")
     return " ".join(words)
 
 
 def reason(plan: Plan) -> str:
     """Return a one-line explanation of a layout: what it splits, or why it does not fit."""
     mesh, parallel = plan.mesh, plan.config.parallel
-    data, fsdp, tensor = mesh["data"], mesh["fsdp"], mesh["tensor"]
+    stage, context, tensor = (mesh[axis] for axis in ("stage", "context", "tensor"))
+    data, fsdp = mesh["data"], mesh["fsdp"]
     if not plan.fits:
         return (
-            f"{'even with remat=full, it' if plan.is_compiled else 'its state alone'} does not fit"
+            f"{'even with remat=full, it' if plan.is_complete else 'its state alone'} does not fit"
         )
     words = []
-    if fsdp * tensor == 1:
+    if fsdp * tensor * stage == 1:
         words.append("the whole state fits on one device")
+    if stage > 1:
+        times = f" in {parallel.stage_repeats} repeats" if parallel.stage_repeats > 1 else ""
+        words.append(f"the layers are split over {stage} stages{times}")
     if tensor > 1:
         words.append(f"every layer is split over {tensor} devices of one host")
+    if context > 1:
+        words.append(f"every row is split over {context} devices")
     if fsdp > 1:
         where = count(plan.hosts_spanned(["fsdp"]), "host")
         words.append(f"ZeRO-{parallel.zero_stage} over {fsdp} devices on {where}")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.weights import count_parameters, layer_matrices
 from jaxgpt.parallel.mesh import hosts_spanned, tensor_crosses_hosts_warning
@@ -15,20 +17,24 @@ from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.program import Memory, Program, compile_step
+from jaxgpt.plan.traffic import layer_groups
 from jaxgpt.runtime.allocator import USABLE
 
 # Fraction of the dense peak. Megatron-LM and llm.c reach 0.41 to 0.49 over a whole step.
 MATMUL_EFFICIENCY = 0.6
-LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds until a collective's first byte arrives
+# Seconds to start a collective, and per hop of its ring. NCCL uses these numbers to choose an
+# algorithm (baseLat and hwLat for `Simple` in src/graph/tuning.cc, version 2.8).
+LATENCY = {"start": 8.4e-6, "link": 3.4e-6, "network": 9.6e-6}
 
 # Devices along these axes wait for each other in every layer.
-EXPOSED_AXES = axes_with("splits_heads", "splits_sequence", "splits_layers")
+_EXPOSED_AXES = axes_with("splits_heads", "splits_sequence", "splits_layers")
 ASSUMPTIONS = (
     f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
-    "collectives use a ring at the peak rate of its slowest link, with a latency of "
-    f"{LATENCY['link'] * 1e6:.0f} us in a host and {LATENCY['network'] * 1e6:.0f} us between hosts",
-    f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation; "
-    f"communication over {' and '.join(EXPOSED_AXES)} does not",
+    "collectives use a ring at the peak rate of its slowest link, and each hop takes "
+    f"{LATENCY['link'] * 1e6:.1f} us in a host and {LATENCY['network'] * 1e6:.1f} us between hosts",
+    f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation, "
+    "except in a pipeline",
+    "the transfers of a ring overlap with attention, and other communication with nothing",
     "the update reads and writes parameters, gradients and moments once",
     "computation waits for transfers from host memory, which use the device's host link",
 )
@@ -42,8 +48,8 @@ class Estimate:
     compute: float
     bubble: float  # a pipeline stage's wait for its first microbatch and after its last one
     update: float
-    exposed_communication: float  # over `EXPOSED_AXES`
-    overlapped_communication: float  # over the other axes
+    exposed_communication: float  # computation waits for it; see `Plan.is_exposed`
+    overlapped_communication: float
     tokens_per_sec: float
     tokens_per_sec_per_device: float
     mfu: float
@@ -53,7 +59,8 @@ class Estimate:
 class Plan:
     """A layout, its program, and everything that is known before it runs.
 
-    If the step was not compiled (see `is_compiled`), the program holds only the size of the state.
+    The program is compiled or estimated. It may also hold only the size of the state (see
+    `is_complete`).
     """
 
     config: Config
@@ -80,8 +87,8 @@ class Plan:
         return host_memory() // self.mesh.n_devices
 
     @property
-    def is_compiled(self) -> bool:
-        """True if the step was compiled; otherwise, only the size of the state is known."""
+    def is_complete(self) -> bool:
+        """True if the memory for activations is known; otherwise, only that of the state is."""
         return self.memory.activations_and_temporaries > 0
 
     @property
@@ -133,13 +140,26 @@ class Plan:
         return (self.n_stages - 1) / (repeats * self.config.train.gradient_accumulation_steps)
 
     @property
+    def imbalance(self) -> float:
+        """The number of layers that each stage runs or waits for, relative to an even division."""
+        groups = layer_groups(self.config, self.mesh)
+        return max(groups.sizes) * len(groups.sizes) / groups.n_layers
+
+    @property
     def hosts(self) -> list[int]:
         """The host number of each device."""
         return [i // self.devices_per_host for i in range(self.mesh.n_devices)]
 
     def hosts_spanned(self, axes: Sequence[str]) -> int:
         """Return the largest number of hosts that any group of devices along these axes spans."""
-        return hosts_spanned(axes, self.mesh, self.hosts)
+        return _hosts_spanned(tuple(axes), tuple(self.mesh.items()), self.devices_per_host)
+
+    def is_exposed(self, c: Collective) -> bool:
+        """Return whether computation waits for a collective.
+
+        A pipeline gathers weights before the loop over its ticks, and reduces gradients after it.
+        """
+        return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 
     def bytes_sent(self, c: Collective) -> float:
         """Return the bytes that each device sends if the collective uses a ring."""
@@ -155,11 +175,18 @@ class Plan:
         The device's bandwidths must be known.
         """
         bandwidth, n_hosts = self.device.link_bandwidth, self.hosts_spanned(c.axes)
+        n = math.prod(self.mesh[axis] for axis in c.axes)
         if n_hosts > 1:  # group members on one host combine their network bandwidth
-            members = max(1, math.prod(self.mesh[axis] for axis in c.axes) // n_hosts)
+            members = max(1, n // n_hosts)
             bandwidth = min(bandwidth, members * self.device.network_bandwidth)
         operations = c.count if c.bytes / c.count > 1024 else 1  # XLA combines small arrays
-        return self.bytes_sent(c) / bandwidth + operations * LATENCY[self.link(c.axes)]
+        if c.kind == "collective-permute":
+            hops = LATENCY[self.link(c.axes)]
+        else:
+            hops = (n - n_hosts) * LATENCY["link"] + (n_hosts - 1) * LATENCY["network"]
+        rounds = 2 if c.kind == "all-reduce" else 1
+        latency = LATENCY["start"] + rounds * hops
+        return self.bytes_sent(c) / bandwidth + operations * latency
 
     @property
     def host_traffic(self) -> int:
@@ -184,11 +211,11 @@ class Plan:
         """Estimated times; None if the device's speed is unknown or the step was not compiled."""
         device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
         peak = device.peak_flops.get(self.config.train.dtype)
-        if peak is None or not self.is_compiled:
+        if peak is None or not self.is_complete:
             return None
         share = self.flops_per_token * self.tokens / n_devices
         again = self.recomputed_flops_per_token * self.tokens / n_devices
-        compute = (share + again) / (peak * MATMUL_EFFICIENCY)
+        compute = (share + again) * self.imbalance / (peak * MATMUL_EFFICIENCY)
         bubble = self.bubble * compute
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / device.memory_bandwidth
@@ -196,9 +223,17 @@ class Plan:
         fastest = device.peak_flops.get("bfloat16", peak)  # Muon's matmuls use bfloat16
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
         collectives = self.program.collectives
-        is_exposed = set(EXPOSED_AXES).issuperset
-        exposed = sum(self.seconds(c) for c in collectives if is_exposed(c.axes))
-        overlapped = sum(self.seconds(c) for c in collectives if not is_exposed(c.axes))
+        exposed = sum(self.seconds(c) for c in collectives if self.is_exposed(c))
+        overlapped = sum(self.seconds(c) for c in collectives if not self.is_exposed(c))
+        model = self.config.model
+        scores = 12 * model.n_layer * model.n_head * model.head_size * model.block_size
+        attention = compute * scores / self.flops_per_token
+        ring = sum(
+            self.seconds(c)
+            for c in collectives
+            if c.kind == "collective-permute" and c.axes == axes_with("splits_sequence")
+        )
+        exposed -= min(ring, attention)
         step = max(compute + bubble + exposed, overlapped) + update
         return Estimate(
             step=step,
@@ -245,6 +280,12 @@ class Plan:
             "flops_per_token": self.flops_per_token,
             "flops_per_step": self.flops_per_token * self.tokens,
         }
+
+
+@functools.cache
+def _hosts_spanned(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], per_host: int) -> int:
+    shape = MeshShape(**dict(mesh))
+    return hosts_spanned(axes, shape, np.arange(shape.n_devices) // per_host)
 
 
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:

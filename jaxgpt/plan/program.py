@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
-from jaxgpt.config import Config, MeshShape
+from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.kernels.float8 import check_float8
 from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
 from jaxgpt.models.weights import weights
@@ -18,6 +19,7 @@ from jaxgpt.parallel.context import choose_implementation
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
+from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.state import state_shapes
 
@@ -64,8 +66,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     replaced by another kernel that needs O(T) memory, and layers are scanned. For `cpu`, the step
     is compiled unchanged.
 
-    JAX must already simulate as many devices as the mesh has, and config.model.vocab_size must be
-    set.
+    JAX must already simulate as many devices as the mesh has after `with_fewer_replicas`, and
+    config.model.vocab_size must be set.
 
     Raises:
         UsageError: if the attention kernel or train.matmul_dtype cannot run on the device, if the
@@ -97,7 +99,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
             stand_in = stand_in.replace(train__dtype="float16")
         if config.parallel.grad_reduce_dtype == "bfloat16":
             stand_in = stand_in.replace(parallel__grad_reduce_dtype="float16")
-    mesh = make_mesh(shape)
+    stand_in, simulated = with_fewer_replicas(stand_in, shape)
+    mesh = _simulated_mesh(simulated)
     attend = None
     if (make_kernel := KERNELS[kernel].stand_in) is not None:
         attend = make_kernel()
@@ -118,12 +121,38 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         memory=dataclasses.replace(
             memory, gradients=gradients, activations_and_temporaries=total - state - gradients
         ),
-        collectives=read_collectives(compiled.as_text(), shape),
+        collectives=read_collectives(compiled.as_text(), simulated),
         attention="; ".join(filter(None, [f"{kernel} ({reason})", steps.model.context_note])),
         stores_scores=KERNELS[kernel].stores_scores,
         warnings=steps.warnings,
         update_flops=update_flops(config.optimizer, steps.model.parameters),
     )
+
+
+def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:
+    """Return a layout that XLA can simulate and whose devices store and send as much.
+
+    All replicas of the model do the same, so the mesh has fewer replicas if it would have more than
+    `MAX_CPU_DEVICES` devices. At least two replicas are left, and each keeps its number of rows.
+    The result may still be too large.
+    """
+    axis = replica_axis()
+    n = max(1, shape[axis])
+    room = MAX_CPU_DEVICES * n // shape.n_devices
+    left = [m for m in range(min(2, n), n + 1) if n % m == 0]
+    left = max((m for m in left if m <= room), default=min(left))
+    smaller = MeshShape(**(shape | {axis: left}))
+    batch_size = config.train.batch_size * left // n
+    return config.replace(parallel__mesh=str(smaller), train__batch_size=batch_size), smaller
+
+
+def replica_axis() -> str:
+    """Return the mesh axis whose devices hold equal parameters and process different rows."""
+    return next(a for a in axes_with("splits_batch") if a not in axes_with("shards_parameters"))
+
+
+def _simulated_mesh(shape: MeshShape) -> Mesh:
+    return make_mesh(shape, devices=jax.devices()[: shape.n_devices])
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
@@ -133,7 +162,7 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     the errors, except those about attention kernels. For `cpu`, whose memory is the host's,
     `in_host` and `host_at_once` are 0.
     """
-    mesh = make_mesh(shape)
+    mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
     rules = partition.gradient_rules(config.parallel.zero_stage, config.reduces_once, is_away)
     where = partition.weight_shardings(

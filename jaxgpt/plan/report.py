@@ -6,13 +6,12 @@ from rich.table import Column
 
 from jaxgpt.config import Config, mesh_shape
 from jaxgpt.perf.hardware import DEVICES
-from jaxgpt.perf.units import format_bytes
-from jaxgpt.plan.advise import reason, train_options
-from jaxgpt.plan.layout import ASSUMPTIONS, EXPOSED_AXES, USABLE, Plan
+from jaxgpt.perf.units import count, format_bytes
+from jaxgpt.plan.advise import Advice, reason, train_options
+from jaxgpt.plan.layout import ASSUMPTIONS, USABLE, Plan
 from jaxgpt.tracking.console import table_text
 
 WIDTH = 112
-SHOWN = 12  # number of layouts that --advise prints
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -20,11 +19,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return table_text([first, *(Column(c, justify="right") for c in others)], rows, WIDTH)
 
 
-def plan_report(plan: Plan, fit: Plan | None) -> str:
+def plan_report(plan: Plan, best: Plan | None = None) -> str:
     """Return a plan as text: a summary, then memory, communication and time.
 
-    `fit` is the result of `find_fit`. It is used only if `plan` does not fit on a device with known
-    memory, and is None otherwise.
+    `best` is the best layout for the same devices. It is used only if `plan` does not fit on a
+    device with known memory, and is None otherwise.
     """
     config = plan.config
     lines = [
@@ -41,11 +40,11 @@ def plan_report(plan: Plan, fit: Plan | None) -> str:
             f"parallel.mesh={config.parallel.mesh}: -1 is planned as 1; give every size with "
             "--mesh, or let --advise N find a mesh for N devices"
         )
-    parts = ["\n".join(lines), _memory(plan, fit), _communication(plan), _time(plan)]
+    parts = ["\n".join(lines), _memory(plan, best), _communication(plan), _time(plan)]
     return "\n\n".join(parts)
 
 
-def _memory(plan: Plan, fit: Plan | None) -> str:
+def _memory(plan: Plan, best: Plan | None) -> str:
     memory, device = plan.memory, plan.device
     rows = [
         ("parameters", memory.parameters),
@@ -63,8 +62,8 @@ def _memory(plan: Plan, fit: Plan | None) -> str:
         _table(("one device", "bytes", ""), rows),
         f"{word}: {format_bytes(memory.total)} of {room}",
     ]
-    if not plan.fits and device.memory is not None:
-        lines.append(_fit(plan, fit))
+    if best is not None:
+        lines.append(_fit(plan, best))
     if memory.in_host:
         n = plan.devices_per_host
         held = format_bytes(n * memory.in_host)
@@ -79,14 +78,15 @@ def _memory(plan: Plan, fit: Plan | None) -> str:
     return "\n".join(lines)
 
 
-def _fit(plan: Plan, fit: Plan | None) -> str:
-    """Return a line with a layout that fits on the devices of a plan that does not."""
-    if fit is not None:
-        return f"it fits with {train_options(fit, plan.config)} ({format_bytes(fit.memory.total)})"
+def _fit(plan: Plan, best: Plan) -> str:
+    """Return a line about the best layout for the devices of a plan that does not fit."""
+    options = f"{train_options(best, plan.config)} ({format_bytes(best.memory.total)})"
+    if best.fits:
+        return f"it fits with {options}"
     zero = "" if plan.config.parallel.zero_stage == 3 else " or parallel.zero_stage=3"
     return (
-        f"no mesh data,fsdp,tensor of {plan.mesh.n_devices} x {plan.device.name} fits, even with "
-        f"remat=full and one row per device and microbatch; use more devices or stages{zero}"
+        f"no mesh of {plan.mesh.n_devices} x {plan.device.name} fits, not even {options}; use more "
+        f"devices{zero}"
     )
 
 
@@ -122,9 +122,8 @@ def _time(plan: Plan) -> str:
         f"MFU {e.mfu:.0%}",
         f"  compute {e.compute:.3g} s"
         + (f" and bubble {e.bubble:.3g} s" if e.bubble else "")
-        + f", update {e.update:.2g} s, communication over "
-        f"{','.join(EXPOSED_AXES)} {e.exposed_communication:.3g} s, over the other axes "
-        f"{e.overlapped_communication:.3g} s",
+        + f", update {e.update:.2g} s, communication {e.exposed_communication:.3g} s, overlapped "
+        f"communication {e.overlapped_communication:.3g} s",
         *(f"  assuming that {assumption}" for assumption in ASSUMPTIONS),
         f"  {device.name}: {device.peak_flops[plan.config.train.dtype] / 1e12:.4g} TFLOP/s; GB/s: "
         f"memory {device.memory_bandwidth / 1e9:.4g}, link {device.link_bandwidth / 1e9:.4g}, "
@@ -133,31 +132,34 @@ def _time(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def advice_report(found: Sequence[Plan], given: Config) -> str:
-    """Return a table of the best `SHOWN` layouts, and the options to use for the first one.
+def advice_report(advice: Advice, given: Config) -> str:
+    """Return a table of the best layouts, and the options to use for the first one.
 
-    `found` is the result of `search_meshes`, and is not empty. `given` holds the settings of the
-    command, and options that do not change them are left out.
+    `advice` is the result of `search_layouts`. `given` holds the settings of the command, and
+    options that do not change them are left out.
     """
     rows = []
-    for plan in found[:SHOWN]:
+    for plan in advice.plans:
         parallel, estimate = plan.config.parallel, plan.estimate
+        microbatches = plan.config.train.gradient_accumulation_steps
+        repeats = f" x {parallel.stage_repeats}" if parallel.stage_repeats > 1 else ""
         rows.append(
             (
-                str(plan.mesh),
-                "yes" if parallel.sequence_parallel else "-",
+                str(plan.mesh) + repeats,
+                f"{microbatches} x {plan.config.microbatch_size}",
                 parallel.remat,
-                ("" if plan.is_compiled else "> ") + format_bytes(plan.memory.total),
+                ("" if plan.is_complete else "> ") + format_bytes(plan.memory.total),
                 "yes" if plan.fits else "no",
                 f"{estimate.step:.3g} s" if estimate else "-",
                 f"{estimate.mfu:.0%}" if estimate else "-",
             )
         )
-    columns = ("mesh", "sequence_parallel", "remat", "memory", "fits", "step", "MFU (max)")
-    lines = [_table(columns, rows)]
-    if len(found) > SHOWN:
-        lines.append(f"{len(found) - SHOWN} more layouts were considered")
-    best = found[0]
+    columns = ("mesh x repeats", "microbatches", "remat", "memory", "fits", "step", "MFU (max)")
+    best = advice.plans[0]
+    lines = [
+        _table(columns, rows),
+        f"formulas compared {count(advice.n_meshes, 'mesh', 'es')}; the compiler checked these",
+    ]
     if best.fits:
         lines.append(f"use {train_options(best, given)}: {reason(best)}")
     else:
@@ -165,10 +167,5 @@ def advice_report(found: Sequence[Plan], given: Config) -> str:
             f"no layout fits on {best.mesh.n_devices} x {best.device.name} with "
             f"{format_bytes(best.device.memory or best.capacity)} each; the smallest is "
             f"{train_options(best, given)}: {reason(best)}; use more devices"
-        )
-    if best.config.parallel.remat != "none":
-        lines.append(
-            "a larger train.gradient_accumulation_steps, with parallel.reduce_every=microbatch, "
-            "leaves room for less remat"
         )
     return "\n".join(lines)

@@ -12,14 +12,14 @@ from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
-from jaxgpt.plan.advise import find_fit, reason, search_meshes, train_options
+from jaxgpt.plan.advise import Advice, reason, search_layouts, train_options
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
 from jaxgpt.plan.report import advice_report
+from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.allocator import USABLE
 from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices, run, scalars
-from plan.theory import expected_traffic, sum_by_kind_and_axes
 
 MODEL = (
     "tiny", "model.n_layer=2", "model.n_embd=128", "model.vocab_size=256", "model.block_size=64",
@@ -108,7 +108,8 @@ def test_another_device_counts_its_own_dtype_and_memory(gradients):
     plan = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 4)
     assert plan.memory.in_host == plan.memory.moments - 4  # Adam's count stays
     compiled = {(c.kind, c.axes): (c.count, c.bytes) for c in plan.program.collectives}
-    in_theory = sum_by_kind_and_axes(expected_traffic(config, plan.mesh))
+    found = sum_traffic(expected_traffic(config, plan.mesh))
+    in_theory = {(c.kind, c.axes): (c.count, c.bytes) for c in found}
     assert compiled == in_theory  # also in bytes, though a CPU has no bfloat16
     assert plan.program.attention.startswith("cudnn")
     assert plan.estimate.mfu < 0.6 and plan.estimate.step > 0
@@ -209,10 +210,11 @@ def test_advice_follows_the_rules(room, best, n, per_host):
         "model.n_head=16", "train.batch_size=64", SCAN,
     )  # fmt: skip
     with limited_devices(n):
-        found = search_meshes(config, n, device, per_host)
+        found = search_layouts(config, n, device, per_host, 12).plans
         best_plan = plan_layout(found[0].config, found[0].mesh, device, per_host)
-    data, fsdp, tensor = found[0].mesh.values()
-    assert tensor == 1 and (fsdp > 1) == (best == "ZeRO") and found[0].fits
+    mesh = found[0].mesh
+    assert mesh["tensor"] == mesh["stage"] == mesh["context"] == 1 and found[0].fits
+    assert (mesh["fsdp"] > 1) == (best == "ZeRO")
     assert ("ZeRO-3 over" in reason(found[0])) == (best == "ZeRO")
     assert all(a.fits >= b.fits for a, b in zip(found, found[1:], strict=False))
     assert max(a.mesh["tensor"] for a in found) == per_host
@@ -224,26 +226,23 @@ def search_fit(share, *options):
     config = configured("8,1,1", "model.n_embd=256", SCAN, *options)
     plan = plan_layout(config, MeshShape(8, 1, 1), DEVICES["a100"], 8)
     device = dataclasses.replace(DEVICES["a100"], memory=int(share * plan.memory.total / USABLE))
-    fit = find_fit(dataclasses.replace(plan, device=device))
-    if fit is not None:  # it is the plan of the options that it names
-        assert fit.fits and fit == plan_layout(fit.config, fit.mesh, device, 8)
-    return fit and train_options(fit, config), fit
+    (best,) = search_layouts(config, 8, device, 8, 1).plans
+    if best.fits:  # it is the plan of the options that it names
+        assert best == plan_layout(best.config, best.mesh, device, 8)
+    return train_options(best, config), best
 
 
-def test_a_plan_that_does_not_fit_names_the_least_change_that_does():
-    options, fit = search_fit(0.7)
-    assert options == f"--mesh {fit.mesh}" and fit.mesh["tensor"] == 1
-    half = MeshShape(2 * fit.mesh["data"], fit.mesh["fsdp"] // 2)
-    smaller = fit.config.replace(parallel__mesh=str(half))
-    assert not plan_layout(smaller, half, fit.device, 8).fits
+def test_a_plan_that_does_not_fit_names_a_layout_that_does():
+    options, best = search_fit(0.7)
+    assert best.fits and options.startswith(f"--mesh {best.mesh}")
 
 
 @pytest.mark.long
 def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
     """Eight rows per device leave too much to keep, even if layers are recomputed."""
-    options, _ = search_fit(0.2, "train.batch_size=64")
-    assert "parallel.remat=full train.gradient_accumulation_steps=" in options
-    assert search_fit(0.03) == (None, None)  # less than an eighth of the state
+    options, best = search_fit(0.2, "train.batch_size=64")
+    assert best.fits and "train.gradient_accumulation_steps=" in options
+    assert not search_fit(0.03)[1].fits  # less than an eighth of the state
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,13 @@ def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
         (("--mesh", "7,1,1"), ("train.batch_size=24", "7")),
         (("--advise", "0"), ("--advise: 0", "at least 1")),
         (("--advise", "8", "--mesh", "8,1,1"), ("--mesh", "--advise")),
-        (("--mesh", "4096,1,1", "train.batch_size=4096"), ("parallel.mesh=4096,1,1", "2048")),
+        (
+            ("--mesh", "1,4096,1", "train.batch_size=4096"),
+            ("parallel.mesh=1,4096,1", "2048", "data"),
+        ),
+        (("--advise", "8", "parallel.remat=full"), ("parallel.remat=full", "--advise")),
+        (("--advise", "8", "train.gradient_accumulation_steps=2"), ("steps=2", "--advise")),
+        (("--advise", "99999"), ("--advise=99999", "65536")),
         (("--mesh", "6,1,1", "--device", "a100"), ("--devices-per-host=4", "a100", "6")),
         (("--mesh", "2,1,1", "--devices-per-host", "0"), ("--devices-per-host: 0", "at least 1")),
         (("--mesh", "2,1,1", "data.dataset=nosuch"), ("data.dataset=nosuch", "vocab_size")),
@@ -296,7 +301,7 @@ def test_a_preset_is_planned_as_it_is():
 def test_a_batch_that_no_mesh_shares_out_is_refused():
     words = r"--advise=7: .*train.batch_size=24; make it a multiple of 7$"
     with pytest.raises(UsageError, match=words):
-        search_meshes(load_config("tiny", "model.vocab_size=256"), 7, DEVICES["cpu"], 7)
+        search_layouts(load_config("tiny", "model.vocab_size=256"), 7, DEVICES["cpu"], 7)
 
 
 def test_gpt_175b_is_planned_on_a_laptop():
@@ -331,7 +336,7 @@ def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbat
 def test_advice_says_that_a_model_is_too_large_for_this_machine():
     config, program = configured("1,1,1"), Program(Memory(2**60, 0, 0))
     plan = Plan(config, mesh_shape(config), DEVICES["cpu"], 1, program)
-    assert "no layout fits on 1 x cpu with " in advice_report([plan], plan.config)
+    assert "no layout fits on 1 x cpu with " in advice_report(Advice([plan], 1), plan.config)
 
 
 def test_as_many_devices_as_xla_simulates_can_be_planned():

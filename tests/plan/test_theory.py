@@ -9,8 +9,8 @@ from jaxgpt.models.weights import count_parameters
 from jaxgpt.perf.collectives import ring_bytes
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.program import compile_step
+from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jobs import limited_devices
-from plan.theory import expected_traffic, sum_by_kind_and_axes
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")
 
@@ -28,10 +28,17 @@ def settings(mesh, *options):
 
 
 def compiled_traffic(config, mesh):
-    """(kind, axes) -> (number of arrays, bytes), read from the program."""
+    """Return (kind, axes) -> (number of arrays, bytes), read from the program."""
     with limited_devices(mesh.n_devices):
-        program = compile_step(config, mesh, DEVICES["cpu"])
-    return sum_by_kind_and_axes(program.collectives)
+        return by_kind_and_axes(compile_step(config, mesh, DEVICES["cpu"]).collectives)
+
+
+def traffic_in_theory(config, mesh):
+    return by_kind_and_axes(sum_traffic(expected_traffic(config, mesh)))
+
+
+def by_kind_and_axes(collectives):
+    return {(c.kind, c.axes): (c.count, c.bytes) for c in collectives}
 
 
 def long(*layout):
@@ -76,7 +83,44 @@ def long(*layout):
 def test_a_step_communicates_what_theory_says(layout):
     """Equal in kind, mesh axis, number of arrays and bytes."""
     config, mesh = settings(*layout)
-    assert compiled_traffic(config, mesh) == sum_by_kind_and_axes(expected_traffic(config, mesh))
+    assert compiled_traffic(config, mesh) == traffic_in_theory(config, mesh)
+
+
+PIPELINE = ("train.gradient_accumulation_steps=8", "model.n_layer=8", SCAN)
+CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
+LLAMA = ("model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2", "model.bias=False")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("stage=2,fsdp=2,tensor=2", SP, *PIPELINE),
+        long("stage=4,data=2", *PIPELINE),
+        long("stage=2,data=2,tensor=2", "parallel.remat=full", *PIPELINE),
+        long("stage=2,data=2,tensor=2", "parallel.remat=full", SP, *PIPELINE),
+        long("stage=2,data=4", *CIRCULAR, *PIPELINE),
+        ("stage=2,data=2,tensor=2", SP, *CIRCULAR, *PIPELINE),
+        long("context=4,data=2", "parallel.context_impl=ulysses", SCAN),
+        ("context=4,data=2", "parallel.context_impl=ring", SCAN),
+        long("context=2,data=2,tensor=2", "parallel.context_impl=ring", SP, SCAN),
+        ("context=2,data=2,tensor=2", "parallel.context_impl=ulysses", "parallel.remat=full",
+         SCAN, *LLAMA),
+        long("stage=2,context=2,tensor=2", "parallel.context_impl=ring", *PIPELINE),
+        long("stage=2,context=2,tensor=2", "parallel.context_impl=ulysses", SP, *PIPELINE),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_pipelines_and_contexts_communicate_what_theory_says(layout):
+    """Equal in bytes, except for arrays that do not depend on D, such as positions and norms."""
+    config, mesh = settings(*layout)
+    found, expected = compiled_traffic(config, mesh), traffic_in_theory(config, mesh)
+    small = 16384 + 512  # the ring moves the batch to its layout
+    assert sum(size for _, size in found.values()) > 50 * small
+    for key in found.keys() | expected.keys():
+        (count, size), (n, bytes) = found.get(key, (0, 0)), expected.get(key, (0, 0))
+        assert abs(size - bytes) <= small, key
+        if key[0] in ("all-gather", "reduce-scatter", "all-to-all") and size > small:
+            assert count == n, key
 
 
 def volume(mesh, *options):

@@ -1,0 +1,98 @@
+"""The memory of a step, estimated by formulas instead of a compiler.
+
+`--advise` uses these estimates to choose which layouts to compile. An estimate takes less than a
+millisecond.
+"""
+
+from jaxgpt.config import Config, MeshShape, axes_with
+from jaxgpt.models.layers import padded_vocab_size
+from jaxgpt.perf.memory import ELEMENT
+from jaxgpt.plan.program import Memory
+from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
+
+SCORE_COPIES = 3  # attention scores in float32 that a kernel which stores them needs at a time
+
+
+def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
+    """Return an estimate of the memory of a step; model.vocab_size must be set.
+
+    Args:
+        n_moments: number of moments that the optimizer keeps for a parameter.
+        stores_scores: whether the attention kernel keeps T x T scores.
+    """
+    parallel, model, zero = config.parallel, config.model, config.parallel.zero_stage
+    sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
+    parameters, work = local_parameters(model, *sizes), step_work(config, mesh)
+    shards, over = mesh.split_of("shards_parameters"), axes_with("shards_parameters")
+    whole = sum(p.size for p in parameters)
+    sharded = sum(p.size // (shards if p.axes.intersection(over) else 1) for p in parameters)
+    in_layers = sum(p.size for p in parameters if p.layers)
+    n_layers = max(p.layers for p in parameters)
+    shards_gradients = zero >= 2 and not config.reduces_once
+    at_rest = {
+        "parameters": ELEMENT * (sharded if zero >= 3 else whole),
+        "gradients": ELEMENT * (sharded if shards_gradients else whole),
+        "moments": ELEMENT * n_moments * (sharded if zero >= 1 else whole),
+    }
+    away = {"none": 0, "moments": at_rest["moments"], "state": sum(at_rest.values())}
+    in_host = away[parallel.offload]
+
+    width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
+    saved, working = layer_activations(config, mesh, work.tokens, stores_scores)
+    table = padded_vocab_size(model.vocab_size) * model.n_embd // tensor
+    chunk = min(work.tokens, config.train.loss_chunk) or work.tokens
+    logits = 2 * ELEMENT * chunk * padded_vocab_size(model.vocab_size) // tensor
+    if work.ticks:
+        groups = layer_groups(config, mesh)
+        M, S, v = config.train.gradient_accumulation_steps, groups.n_stages, groups.n_repeats
+        waiting = max(M, S) - S if v > 1 else 0
+        split = tensor if parallel.sequence_parallel else 1
+        boundary = work.tokens * model.n_embd * width // split
+        copies = 1 if groups.is_contiguous else 2
+        other = (work.ticks + M + waiting) * boundary
+        other += (width + copies * ELEMENT) * whole
+        other += max(logits, max(groups.sizes) * saved + working)  # the head runs after the ticks
+    else:
+        layer = in_layers // n_layers
+        other = n_layers * saved + working + logits + 2 * (width + ELEMENT) * layer
+        if config.train.gradient_accumulation_steps > 1:  # the gradients of one microbatch
+            other += at_rest["gradients"]
+    return Memory(
+        **at_rest,
+        activations_and_temporaries=other + (width + ELEMENT) * table,
+        in_host=in_host,
+        host_at_once=2 * in_host // n_layers,
+    )
+
+
+def layer_activations(
+    config: Config, mesh: MeshShape, tokens: int, stores_scores: bool
+) -> tuple[int, int]:
+    """Return the bytes that a layer keeps for its backward pass, and the bytes of this pass.
+
+    They follow equation 2 of arXiv 2205.05198, without dropout. Norms and residuals are split over
+    `tensor` only with sequence parallelism.
+    """
+    model, remat = config.model, config.parallel.remat
+    width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
+    has_parts = config.parallel.sequence_parallel
+    residual = width * tokens * model.n_embd // (tensor if has_parts else 1)
+    per_head = width * tokens * model.head_size
+    queries = per_head * model.n_head // tensor
+    keys = 2 * per_head * max(1, model.kv_heads // tensor)
+    hidden = width * tokens * model.mlp_width // tensor
+    mlp_inputs = hidden * (2 if model.mlp in ("swiglu", "geglu_tanh") else 1)
+    heads = model.n_head // tensor // mesh.split_of("splits_sequence")
+    scores = 0
+    if stores_scores:  # keys of all positions
+        scores = SCORE_COPIES * ELEMENT * tokens * heads * model.block_size
+        scores *= mesh.split_of("splits_sequence")
+    everything = (3 if has_parts else 4) * residual + 3 * queries + keys + hidden + mlp_inputs
+    kept = {
+        "none": everything + scores,
+        "attention": everything,
+        "dots": 2 * residual + queries + keys + mlp_inputs,
+        "full": residual,
+    }
+    again = 0 if remat == "none" else everything + scores
+    return kept[remat], again + 8 * residual + 4 * (hidden + mlp_inputs)

@@ -1,0 +1,328 @@
+"""Communication of one step, from formulas in the papers on each kind of parallelism.
+
+ZeRO (arXiv 1910.02054), Megatron-LM (1909.08053), sequence parallelism (2205.05198), pipelines
+(2104.04473), Ulysses (2309.14509) and the ring (2310.01889). Nothing is compiled. The tests compare
+the results with compiled programs.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+
+from jaxgpt.config import Config, MeshShape, ModelConfig, axes_with
+from jaxgpt.models.layers import layer_pattern
+from jaxgpt.models.weights import Weight, layer_matrices, weights
+from jaxgpt.parallel.context import choose_implementation
+from jaxgpt.parallel.pipeline import LayerGroups
+from jaxgpt.parallel.sharding import fully_sharded_rules, partition_spec
+from jaxgpt.perf.collectives import Collective
+
+FLOAT32 = 4  # bytes
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Traffic(Collective):
+    """The communication of one kind, over the same mesh axes and for the same purpose."""
+
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of parameters as a device sees it, stacked over the layers that the device stores.
+
+    `size` is the number of its elements if `fsdp` does not shard it.
+    """
+
+    layers: int  # number of layers that the device stores; 0 for a weight outside the layers
+    size: int
+    axes: frozenset[str]  # mesh axes that shard it, if the ZeRO stage shards parameters
+    is_gathered_in_dtype: bool  # whether it is gathered in the compute dtype, not in float32
+    is_vocabulary: bool
+
+
+@functools.cache
+def local_parameters(
+    model: ModelConfig, stage: int, fsdp: int, tensor: int
+) -> tuple[Parameter, ...]:
+    """Return the parameters of one device. `model.vocab_size` must be set."""
+    mesh = MeshShape(stage=stage, fsdp=fsdp, tensor=tensor)
+
+    def describe(weight: Weight) -> Parameter:
+        spec = partition_spec(weight.axes, weight.shape, fully_sharded_rules(), mesh)
+        axes = frozenset(jax.tree.leaves(tuple(spec)))
+        holders = stage if axes.intersection(axes_with("splits_layers")) else 1
+        parts = math.prod(mesh[axis] for axis in axes.difference(axes_with("shards_parameters")))
+        return Parameter(
+            layers=weight.n_layers // holders,
+            size=weight.size // parts,
+            axes=axes,
+            is_gathered_in_dtype=weight.gather_dtype is None,
+            is_vocabulary="vocab" in weight.axes,
+        )
+
+    return tuple(describe(weight) for weight in jax.tree.leaves(weights(model)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """The number of times that a device runs each part of the network in a step."""
+
+    tokens: int  # tokens of one microbatch on one device, not a number of times
+    heads: int  # the output layer and the loss
+    embeddings: int  # the forward pass of the embedding
+    layers: int  # the forward pass of one layer, without recomputation
+    layers_again: int  # the recomputation of layers in a pipeline
+    ticks: int  # the transfer of activations to the next stage; 0 without a pipeline
+
+
+def step_work(config: Config, mesh: MeshShape) -> Work:
+    """Return how often each device runs the parts of the network in a step."""
+    n, stages = config.train.gradient_accumulation_steps, mesh.split_of("splits_layers")
+    rows = config.microbatch_size // mesh.split_of("splits_batch")
+    tokens = rows * config.model.block_size // mesh.split_of("splits_sequence")
+    if stages == 1:
+        return Work(tokens, n, n, n * config.model.n_layer, 0, 0)
+    groups = layer_groups(config, mesh)
+    ticks = groups.n_repeats * n + stages - 1
+    layers = ticks * max(groups.sizes)
+    return Work(tokens, -(-n // stages), 2 * ticks, layers, layers, ticks)
+
+
+def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
+    """Return the division of the layers into pipeline stages."""
+    stages, repeats = mesh.split_of("splits_layers"), config.parallel.stage_repeats
+    return LayerGroups(config.model.n_layer, stages, repeats, len(layer_pattern(config.model)))
+
+
+def expected_traffic(
+    config: Config, mesh: MeshShape, devices_per_host: int | None = None
+) -> tuple[Traffic, ...]:
+    """Return all communication of one step; model.vocab_size must be set.
+
+    For the last argument, see `choose_implementation`.
+    """
+    sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
+    parameters = local_parameters(config.model, *sizes)
+    work = step_work(config, mesh)
+    found = (
+        *_weights(config, mesh, parameters),
+        *_gradients(config, mesh, parameters),
+        *_tensor_parallelism(config, mesh, work),
+        *_pipeline(config, mesh, parameters, work),
+        *_context_parallelism(config, mesh, work, devices_per_host),
+        *_loss_and_norm(config, mesh, parameters, work),
+    )
+    return tuple(traffic for traffic in found if traffic.bytes)
+
+
+def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
+    """Return the all-gathers of parameters.
+
+    ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer for its forward and for its backward
+    pass. Embeddings are gathered once, for the whole network. A pipeline gathers everything once
+    per step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
+    """
+    stage, n = config.parallel.zero_stage, config.train.gradient_accumulation_steps
+    axes = axes_with("shards_parameters")
+    sharded = [p for p in parameters if p.axes.intersection(axes)]
+    if stage == 0:
+        return []
+    if stage < 3:
+        size = sum(p.size for p in sharded) * FLOAT32
+        return [Traffic("all-gather", axes, len(sharded), size, "updated parameters")]
+    in_pipeline = mesh.split_of("splits_layers") > 1
+
+    def gathers(purpose: str, which: list[Parameter], times: int) -> Traffic:
+        dtypes = (config.train.dtype if p.is_gathered_in_dtype else "float32" for p in which)
+        size = sum(p.size * BYTES[dtype] for p, dtype in zip(which, dtypes, strict=True))
+        count = sum(1 if in_pipeline else max(1, p.layers) for p in which)
+        return Traffic("all-gather", axes, times * count, times * size, purpose)
+
+    layers = [p for p in sharded if p.layers]
+    outside = [p for p in sharded if not p.layers]
+    if in_pipeline:
+        return [gathers("weights", sharded, 1)]
+    return [
+        gathers("weights, forward", layers, n),
+        gathers("weights, backward", layers, n),
+        gathers("embeddings", outside, n),
+    ]
+
+
+def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
+    """Return the reduction of gradients.
+
+    Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, and all-reduces the
+    shards over the other axes. With sequence parallelism, gradients of weights that `tensor` does
+    not split are also summed over `tensor`, and so are those of a vocabulary that `tensor` does not
+    divide. The stages of a pipeline sum the gradients of weights outside the layers.
+    """
+    parallel, n = config.parallel, config.train.gradient_accumulation_steps
+    width = BYTES[parallel.grad_reduce_dtype]
+    fsdp, tensor = axes_with("shards_parameters"), axes_with("splits_heads")
+    per_microbatch = parallel.zero_stage >= 2 and not config.reduces_once
+    out = []
+    for p in parameters:
+        rest, axes = p.size, {a for a in axes_with("reduces_gradients") if mesh[a] > 1}
+        if p.axes.intersection(fsdp) and parallel.zero_stage >= 1:
+            times = n if per_microbatch else 1
+            count = times * (max(1, p.layers) if per_microbatch else 1)
+            out.append(Traffic("reduce-scatter", fsdp, count, times * p.size * width, "gradients"))
+            rest //= mesh.split_of("shards_parameters")
+            axes.difference_update(fsdp)
+        is_partial = parallel.sequence_parallel or p.is_vocabulary
+        if mesh.split_of("splits_heads") > 1 and not p.axes.intersection(tensor) and is_partial:
+            axes.update(tensor)
+        if mesh.split_of("splits_layers") > 1 and not p.layers:
+            axes.update(axes_with("splits_layers"))
+        if axes:
+            ordered = tuple(axis for axis in mesh if axis in axes)
+            out.append(Traffic("all-reduce", ordered, 1, rest * width, "gradients"))
+    return out
+
+
+def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Traffic]:
+    """Return the traffic of Megatron-LM (arXiv 1909.08053), or of arXiv 2205.05198.
+
+    There are two all-reduces per layer in each pass, and one for the embedding and the output
+    layer. With sequence parallelism, a reduce-scatter and an all-gather replace each of them, and
+    the backward pass repeats the all-gathers of the forward pass (section 4.2.2).
+    """
+    axes = axes_with("splits_heads")
+    if mesh.split_of("splits_heads") == 1:
+        return []
+    size = work.tokens * config.model.n_embd * BYTES[config.train.dtype]
+    matrices = layer_matrices(config.model)
+    rows = len([w for w in matrices if w.axes[-1] == "embed"])
+    columns = len([w for w in matrices if w.axes[1] == "embed"])
+    forward = work.layers + work.layers_again
+    # A layer that is computed again needs all its sums but the last one.
+    again = rows - 1 if config.parallel.remat == "full" else 0
+
+    def times(purpose: str, kind: str, n: int) -> Traffic:
+        return Traffic(kind, axes, n, n * size, f"activations, {purpose}")
+
+    if not config.parallel.sequence_parallel:
+        return [
+            times("forward", "all-reduce", forward * rows + work.embeddings),
+            times("backward", "all-reduce", work.layers * columns + work.heads),
+            times("computed again", "all-reduce", work.layers * again),
+        ]
+    embeddings = work.ticks or work.embeddings  # in the backward pass
+    return [
+        times("forward", "all-gather", forward * columns + work.heads),
+        times("forward", "reduce-scatter", forward * rows + work.embeddings),
+        times("backward", "all-gather", work.layers * rows + embeddings),
+        times("backward", "reduce-scatter", work.layers * columns + work.heads),
+        times("gathered again", "all-gather", work.layers * columns),
+        times("computed again", "reduce-scatter", work.layers * again),
+    ]
+
+
+def _pipeline(
+    config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: Work
+) -> list[Traffic]:
+    """Return the traffic between the stages of a pipeline (arXiv 2104.04473, section 2.2).
+
+    Activations move to the next stage in each tick, and their gradients move back. The outputs of
+    the last stage are scattered, and their gradients are gathered. If the layers of a stage are not
+    the ones that it stores, the stages exchange weights twice, and accumulators and gradients once.
+    """
+    axes = axes_with("splits_layers")
+    if not work.ticks:
+        return []
+    parts = mesh.split_of("splits_heads") if config.parallel.sequence_parallel else 1
+    size = work.tokens * config.model.n_embd * BYTES[config.train.dtype] // parts
+    outputs = work.heads * mesh.split_of("splits_layers") * size
+    out = [
+        Traffic("collective-permute", axes, 2 * work.ticks, 2 * work.ticks * size, "activations"),
+        Traffic("reduce-scatter", axes, 1, outputs, "outputs"),
+        Traffic("all-gather", axes, 1, outputs, "outputs, backward"),
+    ]
+    if not layer_groups(config, mesh).is_contiguous:
+        layers = [p for p in parameters if p.layers]
+        width = BYTES[config.train.dtype]
+        sizes = (p.size * (width if p.is_gathered_in_dtype else FLOAT32) for p in layers)
+        size = 2 * sum(sizes) + 2 * FLOAT32 * sum(p.size for p in layers)
+        out.append(Traffic("all-to-all", axes, 4 * len(layers), size, "weights and gradients"))
+    return out
+
+
+def _context_parallelism(
+    config: Config, mesh: MeshShape, work: Work, devices_per_host: int | None
+) -> list[Traffic]:
+    """Return the traffic of attention to tokens on other devices.
+
+    Ulysses exchanges queries, keys, values and outputs (arXiv 2309.14509, section 3.2). In a ring,
+    keys and values visit all devices in both passes, and their gradients in float32 in the backward
+    pass (arXiv 2310.01889, section 3). Windows that are shorter than half a row are ignored.
+    """
+    axes, n = axes_with("splits_sequence"), mesh.split_of("splits_sequence")
+    if n == 1:
+        return []
+    model, width = config.model, BYTES[config.train.dtype]
+    tensor = mesh.split_of("splits_heads")
+    H, G = model.n_head // tensor, model.kv_heads
+    G = G // tensor if G % tensor == 0 else H
+    per_head = work.tokens * model.head_size
+    is_recomputed = config.parallel.remat in ("dots", "full")
+    forward = work.layers + work.layers_again + is_recomputed * work.layers
+    if choose_implementation(config, mesh, devices_per_host)[0] == "ring":
+        kv, d_kv = 2 * per_head * G * width, 2 * per_head * G * FLOAT32
+        moves = (n - 1) * (forward + work.layers)
+        back = (n - 1) * work.layers
+        return [
+            Traffic("collective-permute", axes, moves, moves * kv, "keys and values"),
+            Traffic("collective-permute", axes, back, back * d_kv, "their gradients"),
+        ]
+    G *= n // math.gcd(G, n)  # copies of key-value heads
+    count = 2 if G == H else 3
+    runs = forward + work.layers
+    size = runs * per_head * width * (2 * H + 2 * G)
+    return [Traffic("all-to-all", axes, runs * count, size, "heads and tokens")]
+
+
+def _loss_and_norm(
+    config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: Work
+) -> list[Traffic]:
+    """Return the traffic for the loss and the norm of the gradient.
+
+    If the vocabulary is split, devices communicate three numbers per token (arXiv 1909.08053,
+    section 3): the largest logit, the sum of exponentials, and the target's logit.
+    """
+    out = []
+    tensor = axes_with("splits_heads")
+    if mesh.split_of("splits_heads") > 1:
+        chunk = min(work.tokens, config.train.loss_chunk) or work.tokens
+        chunks = -(-work.tokens // chunk)
+        padded = chunks * -(-work.tokens // chunks)  # all chunks have the same size
+        size = 3 * work.heads * padded * FLOAT32
+        out.append(Traffic("all-reduce", tensor, 3 * work.heads * chunks, size, "loss"))
+    batch_axes = tuple(a for a in axes_with("splits_batch", "splits_sequence") if mesh[a] > 1)
+    if batch_axes:
+        size = config.train.batch_size * FLOAT32  # the losses of all rows
+        out.append(Traffic("all-reduce", batch_axes, 1, size, "loss"))
+    for p in parameters:
+        if config.parallel.zero_stage == 0:
+            axes = p.axes.difference(axes_with("shards_parameters"))
+        else:
+            axes = p.axes
+        out += [
+            Traffic("all-reduce", (axis,), 1, FLOAT32, "norm of the gradient")
+            for axis in mesh
+            if axis in axes
+        ]
+    return out
+
+
+def sum_traffic(found: tuple[Traffic, ...]) -> tuple[Collective, ...]:
+    """Add up the traffic of the same kind over the same axes."""
+    sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    for c in found:
+        count, size = sums.get((c.kind, c.axes), (0, 0))
+        sums[c.kind, c.axes] = count + c.count, size + c.bytes
+    return tuple(Collective(*key, *sizes) for key, sizes in sums.items())

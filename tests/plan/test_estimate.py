@@ -1,0 +1,151 @@
+"""The estimates that `--advise` ranks meshes by, compared with compiled programs and papers."""
+
+import dataclasses
+
+import pytest
+
+from jaxgpt.config import MeshShape, load_config, mesh_shape
+from jaxgpt.perf.hardware import DEVICES
+from jaxgpt.plan.advise import Estimator, search_layouts
+from jaxgpt.plan.layout import Plan, plan_layout
+from jaxgpt.plan.program import with_fewer_replicas
+from jobs import limited_devices
+
+MEDIUM = (
+    "gpt2", "model.n_layer=8", "model.n_embd=512", "model.n_head=8", "model.block_size=512",
+    "model.vocab_size=8192", "train.loss_chunk=512", "train.dtype=bfloat16",
+)  # fmt: skip
+SP = "parallel.sequence_parallel=True"
+CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
+
+
+def microbatches(n, rows=1):
+    return f"train.gradient_accumulation_steps={n}", f"train.batch_size={n * rows}"
+
+
+def estimated(config: object, mesh: MeshShape, device: str, per_host: int = 8) -> Plan:
+    return Estimator(config, DEVICES[device], per_host).plan(mesh, config)
+
+
+def both(*options):
+    """Return the estimated and the compiled plan of a layout."""
+    config = load_config(*MEDIUM, *options)
+    mesh = mesh_shape(config)
+    with limited_devices(mesh.n_devices):
+        return estimated(config, mesh, "h100"), plan_layout(config, mesh, DEVICES["h100"], 8)
+
+
+@pytest.mark.parametrize("n", [16, 64])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("stage=4,tensor=2", SP),
+        pytest.param(("stage=4",), marks=pytest.mark.long),
+        pytest.param(("stage=4,data=2", "parallel.remat=full"), marks=pytest.mark.long),
+        pytest.param(("stage=4,fsdp=2", *CIRCULAR), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_the_memory_of_a_pipeline_is_estimated_within_a_tenth(layout, n):
+    rows = 2 * load_mesh(layout[0]).split_of("splits_batch")
+    estimate, compiled = both("--mesh", *layout, *microbatches(n, rows))
+    assert estimate.memory.total == pytest.approx(compiled.memory.total, rel=0.1)
+    for name in ("parameters", "gradients", "moments"):
+        found = getattr(estimate.memory, name)
+        assert found == pytest.approx(getattr(compiled.memory, name), rel=0.001)
+
+
+def load_mesh(text):
+    return MeshShape.parse(text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    "mesh", ["2,4,1", "1,4,2", "data=2,context=4", "stage=2,context=2,tensor=2"]
+)
+def test_the_memory_of_a_step_is_estimated_within_a_quarter(mesh, remat):
+    """The estimate decides only which layouts are compiled."""
+    n = microbatches(4, 4 * load_mesh(mesh).split_of("splits_batch"))
+    estimate, compiled = both("--mesh", mesh, *n, f"parallel.remat={remat}")
+    assert estimate.memory.total == pytest.approx(compiled.memory.total, rel=0.25)
+
+
+def published(name, mesh, n_microbatches, n_repeats):
+    """Return the estimated plan of a layout in examples/sc21 of NVIDIA's Megatron-LM."""
+    config = load_config(
+        name, "--mesh", mesh, SP, f"train.gradient_accumulation_steps={n_microbatches}",
+        *(("parallel.schedule=circular", f"parallel.stage_repeats={n_repeats}") if n_repeats > 1
+          else ()),
+    )  # fmt: skip
+    return estimated(config, mesh_shape(config), "a100-80gb")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flops", "teraflops"),
+    [
+        # arXiv 2104.04473: table 2, and the layout of run_figure_12.sh: 8 layers per stage, 2 at a
+        # time. Table 1: the model with 1 T parameters.
+        (("gpt-175b", "stage=12,data=16,tensor=8", 96, 4), (96, 12288, 1536), 141),
+        (("gpt-1t", "stage=64,data=6,tensor=8", 512, 1), (128, 25600, 3072), 163),
+    ],
+    ids=["175b", "1t"],
+)
+def test_megatrons_layouts_take_about_as_long_as_published(layout, flops, teraflops):
+    """The paper's equation 3: 96 B T L D^2 (1 + T / 6 D + V / 16 L D) FLOPs per step."""
+    (L, D, B), T, V = flops, 2048, 51200
+    total = 96 * B * T * L * D**2 * (1 + T / (6 * D) + V / (16 * L * D))
+    plan = published(*layout)
+    measured = total / plan.mesh.n_devices / (teraflops * 1e12)
+    assert plan.fits
+    assert plan.estimate.step == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "n_microbatches", "n_repeats"),
+    [
+        ("gpt-175b", "stage=12,data=16,tensor=8", 96, 4),
+        pytest.param("gpt-1t", "stage=64,data=6,tensor=8", 512, 1, marks=pytest.mark.long),
+    ],
+    ids=["175b", "1t"],
+)
+def test_advice_is_no_slower_than_megatrons_layout(
+    name, mesh, n_microbatches, n_repeats, monkeypatch
+):
+    monkeypatch.setattr("jaxgpt.plan.advise._compile", lambda plan: plan)
+    layout = published(name, mesh, n_microbatches, n_repeats)
+    a100, n = DEVICES["a100-80gb"], layout.mesh.n_devices
+    best = search_layouts(load_config(name), n, a100, 8).plans[0]
+    assert best.fits and best.estimate.step <= 1.05 * layout.estimate.step
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "n", "network", "axis"),
+    [
+        # Over 20 Gb/s per GPU, gathering weights in every layer takes longer than a bubble.
+        ("gpt-175b", (), 512, 2.5e9, "stage"),
+        ("gpt-7b", (), 64, 25e9, "fsdp"),
+        ("llama3-8b", ("model.block_size=131072", "train.batch_size=16"), 64, 25e9, "context"),
+    ],
+)
+def test_the_best_mesh_suits_the_network_and_the_sequence(
+    name, options, n, network, axis, monkeypatch
+):
+    monkeypatch.setattr("jaxgpt.plan.advise._compile", lambda plan: plan)
+    device = dataclasses.replace(DEVICES["a100-80gb"], network_bandwidth=network)
+    best = search_layouts(load_config(name, *options), n, device, 8).plans[0]
+    assert best.fits and best.mesh[axis] > 1
+    assert best.hosts_spanned(["tensor"]) == 1
+    if axis != "context":
+        assert best.mesh["context"] == 1
+
+
+def test_devices_do_the_same_with_fewer_replicas():
+    """More devices than XLA can simulate are planned by leaving out replicas."""
+    options = ("--mesh", "4096,1,1", "model.vocab_size=8192", "train.batch_size=8192")
+    config = load_config("tiny", *options)
+    smaller, mesh = with_fewer_replicas(config, MeshShape(4096))
+    assert mesh == MeshShape(2048) and smaller.microbatch_size == 4096
+    assert with_fewer_replicas(config, MeshShape(2048))[1] == MeshShape(2048)
+    pipeline = MeshShape(6, 2, 8, stage=64)
+    assert with_fewer_replicas(config, pipeline)[1] == MeshShape(2, 2, 8, stage=64)
