@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
             return json.dumps(plan.to_dict(), indent=1)
         if plan.fits or device.memory is None:
             return plan_report(plan)
-        return plan_report(plan, search_layouts(config, n_devices, device, per_host, 1).plans[0])
+        return plan_report(plan, search_layouts(config, n_devices, device, per_host, 2).plans[0])
     found = search_layouts(config, n_devices, device, per_host)
     if arguments.json:
         advice = [

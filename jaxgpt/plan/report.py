@@ -156,9 +156,10 @@ def advice_report(advice: Advice, given: Config) -> str:
         )
     columns = ("mesh x repeats", "microbatches", "remat", "memory", "fits", "step", "MFU (max)")
     best = advice.plans[0]
+    checked = "; the compiler checked these" if best.is_complete else ""
     lines = [
         _table(columns, rows),
-        f"formulas compared {count(advice.n_meshes, 'mesh', 'es')}; the compiler checked these",
+        f"formulas compared {count(advice.n_meshes, 'mesh', 'es')}" + checked,
     ]
     if best.fits:
         lines.append(f"use {train_options(best, given)}: {reason(best)}")
