@@ -35,9 +35,8 @@ def parser() -> CommandParser:
     kind = bench(
         "step", "time, rates and memory of training steps, compared with a large matrix product"
     )
-    number(
-        kind, "--steps", "steps in each of seven rounds; by default a round takes about 1.5 seconds"
-    )
+    number(kind, "--steps", "steps in each round; by default a round takes about 1.5 seconds")
+    number(kind, "--rounds", "number of rounds; default 7")
     kind.add_argument(
         "--synthetic", action="store_true", help="use random tokens instead of the data"
     )
@@ -47,6 +46,17 @@ def parser() -> CommandParser:
         metavar="DIR",
         help="trace a few steps and list the most expensive operations",
     )
+    kind = bench("ab", "time per step under each of several changes, compared with no change")
+    kind.add_argument(
+        "--change",
+        action="append",
+        required=True,
+        metavar="CHANGE",
+        help="settings, XLA options (xla_...) and JAX options (jax_...), such as "
+        '"parallel.remat=dots xla_gpu_enable_triton_gemm=false"; repeat --change for more changes',
+    )
+    number(kind, "--steps", "steps in each round; by default a round takes about 1.5 seconds")
+    number(kind, "--rounds", "number of rounds; default 7")
     kind = bench(
         "loader", "tokens/s from files to global arrays, compared with rows of a memory map"
     )

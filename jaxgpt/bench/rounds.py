@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxgpt.bench.harness import Job
-from jaxgpt.config import Config, DataConfig, UsageError, mesh_shape
+from jaxgpt.config import Config, DataConfig, UsageError, is_changed, mesh_shape
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.perf.clock import Clock
@@ -39,14 +40,16 @@ class Rounds:
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialise the state.
 
-        Random tokens replace the data if `synthetic` is set or the dataset is missing. Raises the
-        same errors as `prepare_run`, `initialize_jax` and `set_up`.
+        Random tokens replace the data if `synthetic` is set or the dataset is missing. Compiled
+        programs are read from `compile_cache` if this setting is changed. Raises the same errors as
+        `prepare_run`, `initialize_jax` and `set_up`.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
         self.run = prepare_run(_steps_only(config, job.folder / "run"), cluster)
         facts = initialize_jax(cluster, mesh_shape(self.run.config))
-        use_compile_cache(str(job.folder / "compiled"), cluster)
+        cached = is_changed(config, "compile_cache")
+        use_compile_cache(config.compile_cache if cached else str(job.folder / "compiled"), cluster)
         job.log("compiling the step")
         clock = Clock()
         never = SimpleNamespace(reached=lambda tick: False)
@@ -57,6 +60,7 @@ class Rounds:
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
         self.compile_seconds = clock.spent("compile")
+        self.cache = f"cache: {trainer.job.report.compile_cache}" if cached else "without a cache"
         # Each round is like a resumed run, so the data continues where the last round ended.
         sizes = {"batch_sizes": self.run.batch_sizes.changes}
         self.run = dataclasses.replace(self.run, resume_step=0, resume_meta=sizes)
@@ -82,13 +86,16 @@ class Rounds:
         self.run = dataclasses.replace(self.run, resume_step=last)
         return seconds / n_steps
 
-    def run_compiled_step(self, n_steps: int) -> float:
-        """Run the compiled step `n_steps` >= 1 times on one batch; return the seconds per step."""
-        in_flight = DispatchLimiter()
+    def run_compiled_step(self, n_steps: int, step: Callable[..., Any] | None = None) -> float:
+        """Run the compiled step `n_steps` >= 1 times on one batch; return the seconds per step.
+
+        `step` is another compiled step with the same arguments to run instead.
+        """
+        step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()
         began = time.perf_counter()
         for _ in range(n_steps):
-            self.state, metrics = self.trainer.train_step(self.state, *self._step_arguments)
+            self.state, metrics = step(self.state, *self._step_arguments)
             in_flight.add(metrics.loss)
         jax.block_until_ready(metrics)
         return (time.perf_counter() - began) / n_steps

@@ -39,8 +39,9 @@ def run(
     steps: int | None = None,
     synthetic: bool = False,
     profile: Path | None = None,
+    rounds: int = ROUNDS,
 ) -> Result:
-    """Time seven rounds of `steps` training steps; by default, a round takes about 1.5 seconds.
+    """Time `rounds` rounds of `steps` training steps; by default, a round takes about 1.5 seconds.
 
     `settings` are command-line settings. `synthetic` replaces the data with random tokens.
     `profile` is the folder for a trace of five more steps.
@@ -52,30 +53,29 @@ def run(
     with open_job(config) as job:
         if profile:
             job.cluster.run_on_all(check_writable, profile, "--profile")
-        rounds = Rounds(job, config, synthetic)
-        values = {"config": config.config, "data": rounds.data, **measure(rounds, job, steps)}
+        run = Rounds(job, config, synthetic)
+        values = {"config": config.config, "data": run.data, **measure(run, job, rounds, steps)}
         if profile:
-            found = rounds.profile(PROFILED, profile)
+            found = run.profile(PROFILED, profile)
             values["profile"] = Value(found, None, describe(found))
         return values
 
 
-def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
+def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dict[str, Any]:
     """Return times, rates and memory by name, as `Value`s or plain values.
 
     `n_steps` is the number of steps per round. If it is None, it is chosen so that a round takes
     `ROUND_SECONDS`. All processes call this together. Raises `UsageError` if training fails.
     """
-    rounds.train(WARM_UP)
-    fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
-    n_steps = job.cluster.broadcast(n_steps or min(MAX_STEPS, max(1, fill)))
+    rounds.train(n_steps or WARM_UP)
+    n_steps = n_steps or steps_per_round(rounds)
     used = memory(rounds.trainer.train_step, job.cluster)
     dtype = rounds.run.config.train.dtype
     size = CPU_SIZE if jax.default_backend() == "cpu" else ACCELERATOR_SIZE
     product = matmul_rate(size, dtype, job.cluster)
     trained, alone, products = [], [], []
-    for number in range(ROUNDS):
-        job.log(f"round {number + 1} of {ROUNDS}, {n_steps} steps in the loop and alone")
+    for number in range(n_rounds):
+        job.log(f"round {number + 1} of {n_rounds}, {n_steps} steps in the loop and alone")
         turns = [(trained, rounds.train), (alone, rounds.run_compiled_step)]
         for found, run_round in turns if number % 2 else reversed(turns):
             found.append(run_round(n_steps))
@@ -83,14 +83,20 @@ def measure(rounds: Rounds, job: Job, n_steps: int | None) -> dict[str, Any]:
     longer = statistics.median(s / a - 1 for s, a in zip(trained, alone, strict=True))
     return {
         "processes": job.cluster.size,
-        "rounds": ROUNDS,
+        "rounds": n_rounds,
         "steps_per_round": n_steps,
         **rates(rounds, trained, products, size),
         "alone_seconds_per_step": Value(spread(alone), "s", "the compiled step alone"),
         "more_than_alone": Value(longer, "%", "overhead of the trainer's loop"),
-        "compile_seconds": Value(rounds.compile_seconds, "s", "including tracing, without a cache"),
+        "compile_seconds": Value(rounds.compile_seconds, "s", f"with tracing; {rounds.cache}"),
         **used,
     }
+
+
+def steps_per_round(rounds: Rounds) -> int:
+    """Return how many steps take about `ROUND_SECONDS`. All processes call this together."""
+    fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
+    return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))
 
 
 def rates(

@@ -54,8 +54,8 @@ class Tracing:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. The result is the same
-        as from `summary`, plus the `work` of each operation (`Work` as a dict, or None) and
-        `may_be_incomplete`, which tells whether operations may be missing from the trace. Raises
+        as from `summary`, plus the bytes and FLOPs of each part and `may_be_incomplete`, which
+        tells whether operations may be missing from the trace. Raises
         `ValueError` if JAX has written no trace.
         """
         jax.block_until_ready(pending)
@@ -70,9 +70,11 @@ class Tracing:
             shutil.rmtree(self._directory)
         reports = self._cluster.allgather(report(events, operations))
         found = summary(reports, operations, n_steps, seconds)
-        work = read_work(program)
-        for row in found["operations"]:
-            row["work"] = work[row["name"]]._asdict() if row["name"] in work else None
+        work = [(operations[name], one) for name, one in read_work(program).items()]
+        for part in found["parts"]:
+            own = [one for op, one in work if op == (part["category"], part["source"])]
+            part["bytes"] = sum(one.moved for one in own)
+            part["flops"] = sum(one.times * one.flops for one in own)
         may_be_incomplete = jax.default_backend() == "gpu" and found["device_seconds"] < seconds / 2
         return found | {"may_be_incomplete": may_be_incomplete}
 
@@ -177,17 +179,21 @@ def summary(
 
     The keys are `steps`, `processes`, `seconds_per_step`, `device_seconds` (sum over all
     operations), `categories`, `collective_waiting` and `operations`, a list of dicts with `name`,
-    `category`, `source`, `seconds`, `share` and `count` per step, slowest first. The numbers are
-    means over the job's devices. `seconds` is the time per step on process 0's clock. `operations`
-    must contain the name of every event. `reports` holds the result of `report` on each process. An
-    operation's `share` is its fraction of the total seconds of all operations. If a device spends
-    more time in a collective than the fastest device, the difference counts as waiting.
+    `category`, `source`, `seconds`, `share` and `count` per step, slowest first. `parts` is a list
+    of dicts with `category`, `source` and `seconds`, slowest first, which adds up all operations
+    with the same category and source line. The numbers are means over the job's devices. `seconds`
+    is the time per step on process 0's clock. `operations` must contain the name of every event.
+    `reports` holds the result of `report` on each process. An operation's `share` is its fraction
+    of the total seconds of all operations. If a device spends more time in a collective than the
+    fastest device, the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())
     counts = sum((Counter(one["counts"]) for one in reports), Counter())
     categories, waiting = dict.fromkeys(CATEGORIES, 0.0), 0.0
+    parts: Counter[Operation] = Counter()
     for name, total in totals.items():
+        parts[operations[name]] += total * scale
         categories[operations[name].category] += total * scale
         devices = [turns for one in reports for turns in one["collectives"].get(name, ())]
         for turn in zip(*devices, strict=False):
@@ -200,6 +206,7 @@ def summary(
         "device_seconds": busy,
         "categories": categories,
         "collective_waiting": waiting * scale,
+        "parts": [part._asdict() | {"seconds": total} for part, total in parts.most_common()],
         "operations": [
             {
                 "name": name,

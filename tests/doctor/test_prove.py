@@ -4,6 +4,7 @@ import json
 import math
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def results(out):
 def test_a_second_call_runs_only_what_is_not_done(tmp_path):
     out, clone = tmp_path / "out", tmp_path / "none"
     job = subprocess.Popen(
-        command("doctor", "prove", "machine", "numerics", "--out", out),
+        command("doctor", "prove", "facts", "numerics", "--out", out),
         env=environment(), stderr=subprocess.DEVNULL,
     )  # fmt: skip
     while not (out / "numerics").exists():
@@ -34,19 +35,63 @@ def test_a_second_call_runs_only_what_is_not_done(tmp_path):
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     assert job.wait(60) == 128 + signal.SIGTERM
-    assert {name: found["status"] for name, found in results(out).items()} == {"machine": "done"}
-    assert "training" in {row["name"] for row in results(out)["machine"]["rows"]}
-    (out / "speed-gpt2").write_text("in the way of the check's folder")
+    assert {name: found["status"] for name, found in results(out).items()} == {"facts": "done"}
+    assert "training" in {row["name"] for row in results(out)["facts"]["rows"]}
+    (out / "gpt2").write_text("in the way of the check's folder")
 
-    again = prove(out, "speed-gpt2", "machine", "nanogpt", "--nanogpt", clone)
+    again = prove(out, "gpt2", "nanogpt", "--nanogpt", clone)
     assert again.returncode == 1, again.stdout
-    assert "machine: at most" not in again.stdout
-    assert "| speed-gpt2 | **failed** | FileExistsError" in again.stdout
+    assert "| facts | training | loss " in again.stdout
+    assert "| gpt2 | **failed** | FileExistsError" in again.stdout
     assert (
         "| nanogpt | **missing** | a clone of nanoGPT; pass its path as --nanogpt DIR"
         in again.stdout
     )
     assert (out / "prove.md").read_text().endswith(markdown(results(out)))
+
+
+QUICK_CHECKS = """
+import sys, time
+from jaxgpt.doctor.prove import command
+from jaxgpt.doctor.prove.measure import Missing, row
+
+def quick(commands):
+    yield row("value", 1.0)
+
+def slow(commands):
+    yield row("first", 1.0)
+    commands.run(sys.argv[1])
+    yield row("second", 2.0)
+
+command.MIN_SECONDS = 1
+command.CHECKS = {"one": (quick, 9), "two": (slow, 1.5), "ab: x": (quick, 9), "ab: y": (quick, 9)}
+command.main(sys.argv[2:])
+"""
+
+
+def test_checks_run_in_order_within_their_limits_and_a_second_call_continues(tmp_path):
+    driver, work, out = tmp_path / "driver.py", tmp_path / "work.py", tmp_path / "out"
+    driver.write_text(QUICK_CHECKS)
+
+    def call(*words):
+        job = subprocess.run(
+            [sys.executable, driver, work, *words, "--out", out, "--minutes", "1"],
+            env=environment(), capture_output=True, text=True,
+        )  # fmt: skip
+        started = [line.partition(": at most")[0] for line in job.stderr.splitlines()]
+        return job.returncode, started
+
+    work.write_text("import time; time.sleep(600)")
+    assert call() == (75, ["one", "two", "ab: x", "ab: y"])
+    two = results(out)["two"]
+    assert two["status"] == "cut off" and [row["name"] for row in two["rows"]] == ["first"]
+
+    work.write_text("")
+    assert call() == (0, ["two"])
+    assert [row["name"] for row in results(out)["two"]["rows"]] == ["first", "second"]
+    assert list(results(out)) == ["one", "two", "ab: x", "ab: y"]
+    assert call() == (0, [])
+    assert call("ab") == (0, ["ab: x", "ab: y"])  # checks that are named run again
 
 
 def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
@@ -93,7 +138,7 @@ def test_a_failed_command_is_quoted(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("memroy",), "memroy: is not a check; choose from machine, speed-gpt2"),
+        (("memroy",), "memroy: is not a check; choose from facts, gpt2, nanogpt, gpt2-xl,"),
         (("--minutes", "0"), "--minutes: 0: must be a whole number, at least 1"),
         (("--out", "/proc/x"), "--out=/proc/x: cannot be written"),
     ],
@@ -112,20 +157,38 @@ def test_a_goal_is_met_only_by_a_number_on_its_side():
     speed = row("tokens/s", 512_345.6, "", "on random | tokens", at_least=470_000, source="llm.c")
     speeds = {"status": "done", "rows": [row._asdict() for row in (*rows, speed)]}
     missing = {"status": "missing", "reason": "torch", "rows": []}
-    lines = markdown({"speed-gpt2": speeds, "nanogpt": missing}).splitlines()
+    lines = markdown({"gpt2": speeds, "nanogpt": missing}).splitlines()
     goal = "at least 470,000 (llm.c)"
-    assert lines[8] == f"| speed-gpt2 | tokens/s | 512,346 (on random / tokens) | {goal} | yes |"
+    assert lines[8] == f"| gpt2 | tokens/s | 512,346 (on random / tokens) | {goal} | yes |"
     assert lines[9] == "| nanogpt | **missing** | torch |  |  |"
 
 
 @pytest.mark.long
-def test_all_checks_run_in_small_on_a_cpu(tmp_path):
-    found = prove(tmp_path, "--minutes", "15", timeout=1000)
-    assert found.returncode == 0, found.stdout
-    ends = {name: result["status"] for name, result in results(tmp_path).items()}
+def test_all_checks_run_in_small_on_a_cpu(tmp_path, tiny_shakespeare, monkeypatch):
+    monkeypatch.setenv("JAXGPT_DATA", str(tmp_path / "data"))
+    out, began = tmp_path / "out", time.monotonic()
+    words = ("--minutes", "7", "--text", tiny_shakespeare)
+    first = prove(out, *words, timeout=500)
+    assert first.returncode in (0, 75), first.stdout
+    assert time.monotonic() - began < 7 * 60 + 30
+    done = {name for name, found in results(out).items() if found["status"] == "done"}
+
+    # The second call runs only the other checks.
+    again = prove(out, "--minutes", "15", "--text", tiny_shakespeare, timeout=1000)
+    assert again.returncode == 0, again.stdout
+    started = {line.partition(": at most")[0] for line in again.stdout.splitlines()}
+    assert not started & done
+    ends = {name: found["status"] for name, found in results(out).items()}
     assert list(ends) == list(CHECKS)
     assert ends.pop("nanogpt") == "missing"
-    assert ends.pop("shakespeare") in ("done", "missing")  # its data may be missing
     assert set(ends.values()) == {"done"}
-    rows = [row for name in ("numerics", "resume") for row in results(tmp_path)[name]["rows"]]
+    rows = [row for name in ("numerics", "resume") for row in results(out)[name]["rows"]]
     assert all(row["met"] for row in rows)
+    assert {row["name"] for row in results(out)["memory"]["rows"]} >= {
+        f"error of the plan for {name}" for name in ("gpt2", "gpt2-xl", "tiny")
+    }
+
+    changed = prove(out, "--ab", "parallel.remat=full", "xla_cpu_enable_fast_math=false")
+    assert changed.returncode == 0, changed.stdout
+    last = results(out)["ab: parallel.remat=full; xla_cpu_enable_fast_math=false"]
+    assert len(last["rows"]) == 2 and list(results(out))[:-1] == list(CHECKS)

@@ -3,10 +3,14 @@
 All of them raise the same errors as the methods of `Commands`.
 """
 
+import functools
+import json
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import dataset_directory
@@ -18,20 +22,45 @@ from jaxgpt.tracking.jsonl import read_records
 ROOT = Path(__file__).parents[3]
 WHOLE = "train.gradient_accumulation_steps=1"
 NVIDIA = "driver_version,clocks.sm,clocks.max.sm,power.limit"
-GPT2_ON_CPU = (
-    "--steps", "1", "model.block_size=64", "model.n_layer=2", "train.batch_size=2",
-    "train.dtype=float32", WHOLE,
+SMALL_GPT2 = (
+    "model.block_size=64", "model.n_layer=2", "train.batch_size=2", "train.dtype=float32", WHOLE,
 )  # fmt: skip
-GPT2_XL_ON_CPU = (*GPT2_ON_CPU, "model.n_layer=1", "train.batch_size=1")
-GPT2_XL_ON_GPU = ("train.batch_size=96", "train.gradient_accumulation_steps=8")
-NANOGPT_ON_GPU = {
-    "gpt2": ("--compile", "--steps", "2", "train.gradient_accumulation_steps=20"),
-    "shakespeare_char": ("--compile", "--steps", "200", "train.dtype=bfloat16"),
+# Name -> (steps per round of `bench step`, settings). The first two are timed by their own checks.
+STEPS_ON_GPU = {
+    "gpt2": (3, ("--config", "gpt2")),
+    "gpt2-xl": (
+        2, ("--config", "gpt2-xl", "train.batch_size=96", "train.gradient_accumulation_steps=8")
+    ),
+    "gpt2-medium": (2, ("--config", "gpt2-medium", "train.batch_size=16", WHOLE)),
+}  # fmt: skip
+STEPS_ON_CPU = {
+    "gpt2": (1, ("--config", "gpt2", *SMALL_GPT2)),
+    "gpt2-xl": (1, ("--config", "gpt2-xl", *SMALL_GPT2, "model.n_layer=1", "train.batch_size=1")),
+    "tiny": (1, ("--config", "tiny", "model.n_embd=256", "train.batch_size=32")),
 }
-NANOGPT_ON_CPU = {
-    "shakespeare_char_cpu": ("--rounds", "8"),
-    "shakespeare_char": ("--steps", "1", "--rounds", "5"),
+GOALS = {  # (name, row) -> device -> minimum. llm.c reaches 468,000 tokens/s and 49 % on an H100
+    ("gpt2", "tokens/s"): {"h100": 500_000, "h200": 560_000},
+    ("gpt2-xl", "MFU"): {"h100": 0.55, "h200": 0.55},
 }
+NANOGPT_ON_GPU = (
+    "--config", "gpt2", "--compile", "--rounds", "6", "--steps", "2",
+    "train.gradient_accumulation_steps=20",
+)  # fmt: skip
+NANOGPT_ON_CPU = ("--config", "shakespeare_char_cpu", "--rounds", "6", "--steps", "5")
+# Changes of a `gpt2` step that may make it faster on a GPU, the most promising ones first.
+SWEEP = (
+    "xla_gpu_enable_cublaslt=true",
+    "jax_optimization_level=O1",
+    "xla_gpu_enable_command_buffer=",
+    "xla_gpu_enable_triton_gemm=false",
+    "xla_gpu_enable_latency_hiding_scheduler=true",
+    "xla_gpu_autotune_level=0",
+)
+AB_ON_GPU = (
+    "--config", "gpt2", "train.batch_size=96", WHOLE, "--rounds", "7", "--steps", "4",
+)  # fmt: skip
+AB_ON_CPU = ("--config", "gpt2", *SMALL_GPT2, "--rounds", "3", "--steps", "1")
+PARTS = 20  # rows of the profile
 QUIET = (
     "train.eval_interval=0", "train.sample_tokens=0", "train.log_interval=1", "data.dataset=python",
 )  # fmt: skip
@@ -44,21 +73,17 @@ SMALL = ("model.n_layer=2", "model.n_embd=128", "model.n_head=4")
 TOLERANCE = 0.02  # largest acceptable relative difference for bfloat16
 RESUME_STEPS = 40
 KILL_STEP = 30
-RESUME = ("checkpoint.interval=8", f"optimizer.lr_decay_iters={RESUME_STEPS}", *QUIET)
+RESUME = (
+    "checkpoint.interval=8", f"optimizer.lr_decay_iters={RESUME_STEPS}",
+    "train.deterministic=True", *QUIET,
+)  # fmt: skip
 RESUME_ON_CPU = ("--config", "tiny", "model.n_layer=2", "train.batch_size=8", *RESUME)
 RESUME_ON_GPU = (
-    "--config", "gpt2", "train.batch_size=16", WHOLE, "optimizer.warmup_iters=10",
-    "train.deterministic=True", *RESUME,
+    "--config", "gpt2", "train.batch_size=16", WHOLE, "optimizer.warmup_iters=10", *RESUME,
 )  # fmt: skip
-MEMORY_ON_GPU = {
-    "gpt2, 32 rows": ("--config", "gpt2", "train.batch_size=32", WHOLE),
-    "gpt2, remat=full": ("--config", "gpt2", "train.batch_size=96", WHOLE, "parallel.remat=full"),
-    "gpt2-medium, 16 rows": ("--config", "gpt2-medium", "train.batch_size=16", WHOLE),
-}
-MEMORY_ON_CPU = {"tiny": ("--config", "tiny", "model.n_embd=256", "train.batch_size=32")}
 
 
-def machine(commands: Commands) -> Iterator[Row]:
+def facts(commands: Commands) -> Iterator[Row]:
     """Report the doctor's findings and, on NVIDIA GPUs, the driver, clocks and power limit.
 
     Raises the same errors as `Commands.report`.
@@ -74,38 +99,24 @@ def machine(commands: Commands) -> Iterator[Row]:
             yield Row(name, finding, note=status, met=False if status == "FAIL" else None)
 
 
-def gpt2(commands: Commands) -> Iterator[Row]:
-    words = ("--steps", "2") if commands.on_gpu else GPT2_ON_CPU
-    return speed(commands, "gpt2", words, {"tokens/s": 470_000}, "llm.c: 468,000 on an H100")
-
-
-def gpt2_xl(commands: Commands) -> Iterator[Row]:
-    words = GPT2_XL_ON_GPU if commands.on_gpu else GPT2_XL_ON_CPU
-    return speed(commands, "gpt2-xl", words, {"MFU": 0.55}, "llm.c: 49 %")
-
-
-def speed(
-    commands: Commands, config: str, words: Sequence[str], goals: dict[str, float], source: str
-) -> Iterator[Row]:
-    """Report the result of `bench step` with the preset `config` and the arguments `words`.
-
-    `goals` (row name -> minimum) apply only on a GPU; for rows in %, they are fractions. `source`
-    names their origin. Raises the same errors as `Commands.json`.
-    """
-    found = commands.json("jaxgpt.bench", "step", "--config", config, *words)
-    for name, value, unit, note in (
+def speed(commands: Commands, *, name: str) -> Iterator[Row]:
+    """Report the speed of the steps called `name`."""
+    found = _bench_step(commands, name)
+    device = find_device(found["device_kind"])
+    for row_name, value, unit, note in (
         ("tokens/s", found["tokens_per_sec"], "", found["data"]),
         ("time per step", 1e3 * found["seconds_per_step"]["median"], "ms", ""),
         ("MFU", found["mfu"], "%", "" if found["mfu"] else "peak FLOP/s unknown"),
         ("FLOP/s relative to a large matrix product", found["share_of_matmul"], "%", ""),
         ("attention", found["attention"], "", ""),
+        ("compile time", found["compile_seconds"], "s", ""),
     ):
-        goal = goals.get(name) if commands.on_gpu else None
-        yield row(name, value, unit, note, at_least=goal, source=source)
+        goals = GOALS.get((name, row_name), {}) if commands.on_gpu and device else {}
+        yield row(row_name, value, unit, note, at_least=goals.get(device.name) if goals else None)
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare speed with nanoGPT's in alternating runs, using the same initial weights and data.
+    """Compare speed with nanoGPT's in alternating rounds, using the same initial weights and data.
 
     Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing. Also raises
     whatever `Commands.json` raises.
@@ -115,30 +126,40 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
         raise Missing("the comparison scripts; run from a clone of jaxgpt")
     if clone is None or not (clone / "model.py").exists():
         raise Missing("a clone of nanoGPT; pass its path as --nanogpt DIR")
-    peer = ("--repo", str(clone), "--torch", commands.torch)
-    for config, words in (NANOGPT_ON_GPU if commands.on_gpu else NANOGPT_ON_CPU).items():
-        found = commands.json(str(script), *peer, "--config", config, *words)
-        note = f"losses differ by {found['loss_difference']:.1g}"
-        goal = 1.15 if config == "gpt2" else 1.5
-        yield row(config, found["ratio"], "x", note, at_least=goal, source="nanoGPT")
+    peer = ("--repo", str(clone), "--torch", commands.torch, commands.cache)
+    found = commands.json(
+        str(script), *peer, *(NANOGPT_ON_GPU if commands.on_gpu else NANOGPT_ON_CPU)
+    )
+    least, most = min(found["ratios"]), max(found["ratios"])
+    note = f"{least:.2f} to {most:.2f}; losses differ by {found['loss_difference']:.1g}"
+    goal = 1.15 if commands.on_gpu else None
+    yield row(f"speed of {found['config']}", found["ratio"], "x", note, at_least=goal)
 
 
 def numerics(commands: Commands) -> Iterator[Row]:
-    """Compare bfloat16 with float32, a GPU with the CPU, and attention kernels with XLA's.
+    """Compare the losses of each step in bfloat16 with those in float32.
 
-    Raises the same errors as `Commands.run` and `Commands.json`.
+    Raises the same errors as `Commands.run`.
     """
-    words = NUMERICS if commands.on_gpu else (*NUMERICS, *SMALL)
     single, lower = (
-        _history(train(commands, dtype, *words, f"train.dtype={dtype}"))
+        _history(train(commands, dtype, *_numerics(commands), f"train.dtype={dtype}"))
         for dtype in ("float32", "bfloat16")
     )
     note = f"{NUMERICS_STEPS} steps"
     error = _relative_difference(lower, single)
     yield row("losses in bfloat16 against float32", error, note=note, at_most=TOLERANCE)
+
+
+def kernels(commands: Commands) -> Iterator[Row]:
+    """Compare attention kernels with XLA's and, on a GPU, float32 losses with the CPU's.
+
+    Raises the same errors as `Commands.run` and `Commands.json`.
+    """
     if commands.on_gpu:
-        out = train(commands, "cpu", *words, "train.dtype=float32", JAX_PLATFORMS="cpu")
-        yield Row("losses in float32 against the CPU", _relative_difference(single, _history(out)))
+        words = (*_numerics(commands), "train.dtype=float32")
+        here = _history(train(commands, "here", *words))
+        on_cpu = _history(train(commands, "cpu", *words, JAX_PLATFORMS="cpu"))
+        yield Row("losses in float32 against the CPU", _relative_difference(here, on_cpu))
     for name, found in commands.json("jaxgpt.doctor.prove.attention").items():
         forward, gradient, kernel = found
         yield row(f"{name}, forward", forward, note=kernel, at_most=TOLERANCE)
@@ -156,8 +177,9 @@ def resume(commands: Commands) -> Iterator[Row]:
     whole = _history(train(commands, "whole", *words, end))
     out = train(commands, "parts", *words, middle)
     commands.kill_when(
-        lambda: len(_history(out)) >= KILL_STEP, "jaxgpt.train", *words, end, "--out", str(out)
-    )
+        lambda: len(_history(out)) >= KILL_STEP,
+        "jaxgpt.train", *words, end, commands.cache, "--out", str(out),
+    )  # fmt: skip
     parts = _history(train(commands, "parts", *words, end))
     differing = sum(a != b for a, b in zip(whole, parts, strict=True))
     name = f"steps (of {RESUME_STEPS}) that differ from an uninterrupted run"
@@ -165,50 +187,79 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory that `plan` predicts with the peak memory use of `bench step`.
+    """Compare the memory and the step time that `plan` predicts with those of `bench step`.
 
-    Raises the same errors as `Commands.json`.
+    It uses the measurements of earlier checks. Raises the same errors as `Commands.json`.
     """
-    for name, words in (MEMORY_ON_GPU if commands.on_gpu else MEMORY_ON_CPU).items():
-        words = ("--mesh", "1,1,1", *words)
-        found = commands.json("jaxgpt.bench", "step", "--steps", "1", "--synthetic", *words)
+    for name, (_, settings) in _steps(commands).items():
+        saved = _saved_step(commands, name)
+        found = json.loads(saved.read_text()) if saved.exists() else _bench_step(commands, name)
         device = find_device(found["device_kind"])
-        name_of_device = device.name if device else "cpu"
-        plan = commands.json("jaxgpt.plan", "--device", name_of_device, *words)
-        planned = plan["memory"]["total"]
-        used = found["peak_bytes"]
+        device_name = device.name if device else "cpu"
+        plan = commands.json("jaxgpt.plan", "--device", device_name, "--mesh", "1,1,1", *settings)
+        planned, used = plan["memory"]["total"], found["peak_bytes"]
         note = f"planned {planned / 2**20:,.0f} MiB, in use {used / 2**20:,.0f} MiB"
         goal = 0.10 if commands.on_gpu else None  # on a CPU, the peak includes the whole process
         yield row(f"error of the plan for {name}", abs(planned / used - 1), "%", note, at_most=goal)
+        if plan["estimate"]:
+            planned, took = plan["estimate"]["step"], found["seconds_per_step"]["median"]
+            note = f"planned {1e3 * planned:.4g} ms, took {1e3 * took:.4g} ms"
+            goal = 0.20 if commands.on_gpu else None  # steps as small as on a CPU are not typical
+            error = abs(planned / took - 1)
+            yield row(f"error of the step time for {name}", error, "%", note, at_most=goal)
 
 
 def profile(commands: Commands) -> Iterator[Row]:
-    """List the most expensive operations of a gpt2 step, with their roofline times if known.
+    """List the most expensive parts of a gpt2 step, with their roofline times if known.
+
+    A part is all operations of one category that come from the same source line. Raises the same
+    errors as `Commands.json`.
+    """
+    words = ("--steps", "1", "--rounds", "1", "--profile", str(commands.folder / "trace"))
+    # The trace would not name the operations in CUDA graphs.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+    settings = _steps(commands)["gpt2"][1]
+    step = _bench(commands, "step", *words, *settings, XLA_FLAGS=flags)
+    found, device = step["profile"], find_device(step["device_kind"])
+    yield Row("all operations", 1e3 * found["device_seconds"], "ms")
+    for category, seconds in found["categories"].items():
+        yield Row(f"share of {category}", seconds / found["device_seconds"], "%")
+    for part in found["parts"][:PARTS]:
+        note = f"{part['bytes'] / 1e9:.3g} GB, {part['flops'] / 1e12:.3g} TFLOP"
+        if device and device.memory_bandwidth:
+            peak = step["matmul_flops_per_sec"]["median"]
+            work = Work(1, part["bytes"], 0, part["flops"])
+            note += f"; roofline {1e3 * work.least_seconds(device.memory_bandwidth, peak):.3g} ms"
+        yield Row(f"{part['category']} {part['source']}".strip(), 1e3 * part["seconds"], "ms", note)
+
+
+def ab(commands: Commands, *, changes: Sequence[str]) -> Iterator[Row]:
+    """Time a gpt2 step under each of several changes; `bench ab` describes them.
 
     Raises the same errors as `Commands.json`.
     """
-    words = ("--steps", "3") if commands.on_gpu else GPT2_ON_CPU
-    trace = ("--profile", str(commands.folder / "trace"))
-    step = commands.json("jaxgpt.bench", "step", "--config", "gpt2", *words, *trace)
-    found, device = step["profile"], find_device(step["device_kind"])
-    for category, seconds in found["categories"].items():
-        yield Row(f"share of {category}", seconds / found["device_seconds"], "%")
-    for operation in found["operations"]:
-        note = f"{operation['category']}, {operation['source']}"
-        if operation["work"] and device and device.memory_bandwidth:
-            peak = step["matmul_flops_per_sec"]["median"]
-            least = Work(**operation["work"]).least_seconds(device.memory_bandwidth, peak)
-            note += f"; roofline {1e3 * least:.3g} ms"
-        yield Row(operation["name"], 1e3 * operation["seconds"], "ms", note)
+    words = [word for change in changes for word in ("--change", change)]
+    found = _bench(commands, "ab", *(AB_ON_GPU if commands.on_gpu else AB_ON_CPU), *words)
+    moved, seconds = found["bytes_moved"], found["seconds_per_step"]
+    for change, ratio in found["ratio"].items():
+        note = "; ".join(
+            f"{1e3 * seconds[name]:.4g} ms and {moved[name] / 1e9:.4g} GB {when}"
+            for name, when in ((change, "with it"), ("unchanged", "without"))
+        )
+        note = f"{ratio['least']:.3f} to {ratio['most']:.3f}; {note}"
+        yield Row(f"time per step with {change}", ratio["median"], "x", note)
 
 
 def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
-    Raises `Missing` if the data has not been prepared. Also raises whatever `Commands.run` raises.
+    Prepares the data from `commands.text` if necessary. Raises `Missing` if there is neither. Also
+    raises whatever `Commands.run` raises.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
-        raise Missing("Tiny Shakespeare; run python -m jaxgpt.prepare shakespeare_char")
+        if commands.text is None:
+            raise Missing("the text of Tiny Shakespeare; pass its path as --text FILE")
+        commands.run("jaxgpt.prepare", "shakespeare_char", "--input", str(commands.text))
     gpu = ("--config", "shakespeare_char", "train.dtype=bfloat16")
     cpu = ("--config", "shakespeare_char_cpu", "train.max_iters=250", "train.eval_iters=5")
     out = train(commands, "run", *(gpu if commands.on_gpu else cpu), "train.sample_tokens=0")
@@ -218,17 +269,52 @@ def shakespeare(commands: Commands) -> Iterator[Row]:
     yield row("best validation loss", best, at_most=goal, source="nanoGPT: 1.47")
 
 
-CHECKS = {  # name -> (function, time limit in seconds)
-    "machine": (machine, 120),
-    "speed-gpt2": (gpt2, 180),
-    "nanogpt": (nanogpt, 300),
-    "speed-gpt2-xl": (gpt2_xl, 240),
-    "numerics": (numerics, 180),
-    "resume": (resume, 240),
-    "memory": (memory, 200),
-    "profile": (profile, 150),
+Check = tuple[Callable[[Commands], Iterator[Row]], float]
+"""A generator of rows, and its time limit in seconds."""
+
+
+def ab_check(changes: Sequence[str]) -> dict[str, Check]:
+    """Return an entry of `CHECKS` that times `changes`."""
+    return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), 90)}
+
+
+CHECKS: dict[str, Check] = {  # in order of value
+    "facts": (facts, 90),
+    "gpt2": (functools.partial(speed, name="gpt2"), 120),
+    "nanogpt": (nanogpt, 200),
+    "gpt2-xl": (functools.partial(speed, name="gpt2-xl"), 150),
+    "numerics": (numerics, 120),
+    "resume": (resume, 180),
+    "memory": (memory, 150),
+    "profile": (profile, 90),
+    **{name: check for change in SWEEP for name, check in ab_check([change]).items()},
+    "kernels": (kernels, 150),
     "shakespeare": (shakespeare, 300),
 }
+
+
+def _steps(commands: Commands) -> dict[str, tuple[int, tuple[str, ...]]]:
+    return STEPS_ON_GPU if commands.on_gpu else STEPS_ON_CPU
+
+
+def _numerics(commands: Commands) -> tuple[str, ...]:
+    return NUMERICS if commands.on_gpu else (*NUMERICS, *SMALL)
+
+
+def _saved_step(commands: Commands, name: str) -> Path:
+    return commands.folder.parent / f"{name}.json"
+
+
+def _bench(commands: Commands, *words: str, **variables: str) -> dict[str, Any]:
+    return commands.json("jaxgpt.bench", *words, commands.cache, **variables)
+
+
+def _bench_step(commands: Commands, name: str) -> dict[str, Any]:
+    """Return the result of `bench step` for the steps called `name`, and save it for `memory`."""
+    n_steps, settings = _steps(commands)[name]
+    found = _bench(commands, "step", "--steps", str(n_steps), "--rounds", "3", *settings)
+    _saved_step(commands, name).write_text(json.dumps(found))
+    return found
 
 
 def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
@@ -238,7 +324,7 @@ def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
     `variables` are added to the environment. Raises the same errors as `Commands.run`.
     """
     out = commands.folder / name
-    commands.run("jaxgpt.train", *words, "--out", str(out), **variables)
+    commands.run("jaxgpt.train", *words, commands.cache, "--out", str(out), **variables)
     return out
 
 

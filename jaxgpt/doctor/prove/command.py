@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 from jaxgpt import __version__
 from jaxgpt.cluster import shutdown
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
-from jaxgpt.doctor.prove.checks import CHECKS
+from jaxgpt.doctor.prove.checks import CHECKS, ab_check
 from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
 
 OUT = Path("runs/prove")
-MIN_SECONDS = 5  # a check starts only if at least this much time is left
+MIN_SECONDS = 15  # a check starts only if at least this much time is left
 
 Results = dict[str, dict[str, Any]]
 """Check name -> status, reason, seconds and rows, for each check that has run."""
@@ -30,13 +30,21 @@ def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.doctor prove",
         description="Measure the speed, numerics, resuming and memory of a machine, especially one "
-        "with a GPU. A second call with the same --out runs only the checks that are not done.",
+        "with a GPU. A second call with the same --out runs only the checks that are not done, "
+        "and those that it names.",
         epilog="The exit status is 0 if all goals are met, 1 if a check failed or missed a goal, 2 "
         "if an argument is wrong, and 75 if the time ran out. Checks whose data or tools are "
         "missing are not counted.",
     )
+    names = ", ".join(dict.fromkeys(map(_short, CHECKS)))
+    about = f"checks to run, most useful first; default {names}"
+    out.add_argument("only", nargs="*", metavar="CHECK", help=about)
     out.add_argument(
-        "only", nargs="*", metavar="CHECK", help=f"checks to run; default {', '.join(CHECKS)}"
+        "--ab",
+        nargs="+",
+        metavar="CHANGE",
+        help="time a gpt2 step with each change, such as xla_gpu_autotune_level=0 or "
+        "'parallel.remat=dots model.attention=xla', and run no other checks by default",
     )
     out.add_argument(
         "--minutes", type=whole_number(), default=25, help="time limit in minutes; default 25"
@@ -52,29 +60,43 @@ def parser() -> CommandParser:
     out.add_argument(
         "--torch", metavar="PYTHON", default=sys.executable, help="Python with PyTorch"
     )
+    out.add_argument("--text", type=file_path, metavar="FILE", help="the text of Tiny Shakespeare")
     return out
 
 
 def main(argv: Sequence[str]) -> NoReturn:
     with shutdown.job_exit_handler():
         given = parser().parse_args(argv)
-        if unknown := [name for name in given.only if name not in CHECKS]:
-            raise UsageError(f"{unknown[0]}: is not a check; choose from {', '.join(CHECKS)}")
+        names = dict.fromkeys(map(_short, CHECKS))
+        if unknown := [name for name in given.only if name not in names]:
+            raise UsageError(f"{unknown[0]}: is not a check; choose from {', '.join(names)}")
+        only = [name for name in CHECKS if _short(name) in (given.only or names)]
+        named = [name for name in only if given.only]
+        checks = CHECKS
+        if given.ab:
+            own = ab_check(given.ab)
+            checks, named, only = checks | own, [*own, *named], [*own, *named]
         # The exception makes `Commands` kill the command of the current check.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         results = read_results(given.out)
         deadline = time.monotonic() + 60 * given.minutes
-        only = given.only or list(CHECKS)
-        for name, (function, limit) in CHECKS.items():
+        for name in only:
+            function, limit = checks[name]
             limit = min(limit, deadline - time.monotonic())
             is_done = results.get(name, {}).get("status") == "done"
-            if name in only and not is_done and limit > MIN_SECONDS:
+            if (not is_done or name in named) and limit > MIN_SECONDS:
                 print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-                commands = Commands(given.out / name, limit, given.nanogpt, given.torch)
+                folder, peer = given.out / _short(name), (given.nanogpt, given.torch)
+                commands = Commands(folder, limit, *peer, given.text)
                 results[name] = run_check(function, commands)
                 _write_results(given.out, results)
         print(markdown(results))
     sys.exit(_exit_status([results.get(name, {"status": "not run", "rows": []}) for name in only]))
+
+
+def _short(name: str) -> str:
+    """Return the name that selects a check: `ab` selects all comparisons of the sweep."""
+    return name.partition(":")[0]
 
 
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:

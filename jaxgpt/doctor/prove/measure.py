@@ -74,7 +74,14 @@ class Commands:
     If a call of `run`, `report` or `json` reaches the time limit, its output is lost.
     """
 
-    def __init__(self, folder: Path, seconds: float, nanogpt: Path | None, torch: str):
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        nanogpt: Path | None = None,
+        torch: str = sys.executable,
+        text: Path | None = None,
+    ):
         """Start one timer of `seconds` seconds for all commands.
 
         Args:
@@ -82,8 +89,10 @@ class Commands:
             seconds: the time limit.
             nanogpt: path of a clone of nanoGPT, if there is one.
             torch: a Python executable that can import PyTorch.
+            text: the text of Tiny Shakespeare, if there is one.
         """
-        self.folder, self.nanogpt, self.torch = folder, nanogpt, torch
+        self.folder, self.nanogpt, self.torch, self.text = folder, nanogpt, torch, text
+        self.cache = f"compile_cache={folder.parent / 'compiled'}"  # a setting of the commands
         self.on_gpu = accelerator_expected()
         self._deadline = time.monotonic() + seconds
 
@@ -122,13 +131,13 @@ class Commands:
             raise CommandFailed(f"{module} ended with status {status}: {stderr.strip()}")
         return stdout
 
-    def json(self, module: str, *words: str) -> dict[str, Any]:
+    def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
         """Run a command with --json, like `run`, and return the JSON object that it prints.
 
         Raises `ValueError` if there is no JSON object in the output. Also raises whatever `run`
         raises.
         """
-        printed = self.run(module, *words, "--json")
+        printed = self.run(module, *words, "--json", **variables)
         return json.loads(printed[printed.index("{") :])
 
     def kill_when(self, reached: Callable[[], bool], module: str, *words: str) -> None:

@@ -1,0 +1,41 @@
+import json
+
+import pytest
+
+from jobs import run
+
+TINY = (
+    "--config", "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2",
+    "model.block_size=32", "train.batch_size=4", "--steps", "1", "--rounds", "2",
+)  # fmt: skip
+MLP = "model.mlp=gelu_tanh xla_cpu_enable_fast_math=false jax_optimization_level=O1"
+
+
+def test_steps_take_turns_with_and_without_each_change(tmp_path):
+    remat, cache = "parallel.remat=full", f"compile_cache={tmp_path}"
+    job = run("bench", "ab", *TINY, cache, "--change", remat, "--change", MLP, "--json")
+    assert job.returncode == 0, job.stdout
+    found = json.loads(job.stdout.splitlines()[-1])
+    assert set(found["ratio"]) == {remat, MLP}
+    assert all(
+        0 < ratio["least"] <= ratio["median"] <= ratio["most"] for ratio in found["ratio"].values()
+    )
+    assert set(found["seconds_per_step"]) == {"unchanged", remat, MLP}
+    moved = found["bytes_moved"]
+    assert moved[remat] > moved["unchanged"] > 0  # the layer is computed again
+    assert list(tmp_path.rglob("*train_step*"))  # compiled programs for the next run
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("xla_gpu_autotune_level", "xla_gpu_autotune_level has no value"),
+        ("xla_nope=1", "--change=xla_nope=1: INVALID_ARGUMENT: No such compile option"),
+        ("model.n_head=3", "model.n_embd=32: must be a multiple of model.n_head=3"),
+        ("train.batch_size=8", "changes the shapes or shardings of the state or the batch"),
+    ],
+)
+def test_a_change_that_cannot_be_compared_is_explained(change, words):
+    job = run("bench", "ab", *TINY, "--change", change)
+    assert job.returncode == 2
+    assert words in job.stdout and "Traceback" not in job.stdout
