@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,11 @@ BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
 # T = 1,024, 2,048 and 4,096, it takes 0.99, 0.93 and 0.62 times as long, and uses 1/2, 1/4 and 1/8
 # of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
 MIN_BLOCKWISE_T = 2048
+# Older versions store the gradient of a mask for cuDNN attention, which has shape (B, H, T, T).
+MASK_VERSION = (0, 11, 2)
+# Above this block size, a document mask for cuDNN takes more than 512 MiB per row, so `auto` skips
+# cuDNN.
+MAX_MASKED_T = 16384
 
 
 class TokenPositions(NamedTuple):
@@ -68,7 +74,8 @@ class Kernel(NamedTuple):
     obstacle: Callable[[AttentionSetting], str | None]  # why the kernel cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
     reason: str  # the kernel's advantage, for the log line
-    min_T: int = 0  # below this block size, `auto` skips the kernel
+    min_T: int = 0  # below this block size, `auto` skips the kernel, except on GPUs with a mask
+    max_masked_T: float = math.inf  # above this block size, `auto` skips it if there is a mask
     stores_scores: bool = False  # whether it keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
     """Make a kernel with the same memory use, which `jaxgpt.plan` can compile on a CPU. None: this
@@ -91,6 +98,12 @@ def _cudnn_obstacle(setting: AttentionSetting) -> str | None:
         return (
             f"cuDNN needs an even model.block_size for data.document_mask, not {config.block_size}"
         )
+    if setting.document_mask and jax.__version_info__ < MASK_VERSION:
+        oldest = ".".join(map(str, MASK_VERSION))
+        return (
+            f"cuDNN needs JAX {oldest} or newer for data.document_mask, because JAX "
+            f"{jax.__version__} would store T x T gradients of the mask for each row and head"
+        )
     return None
 
 
@@ -100,13 +113,13 @@ def _make_cudnn(setting: AttentionSetting) -> Attention:
     return functools.partial(_cudnn_attention, scales=scales)
 
 
-# model.attention -> kernel. `auto` picks the first kernel that can run and whose min_T is at most
-# model.block_size.
+# model.attention -> kernel. `auto` picks the first kernel that can run and suits the block size.
 KERNELS = {
     "cudnn": Kernel(
         _cudnn_obstacle,
         _make_cudnn,
         "flash attention, O(T) memory; bitwise reproducible with train.deterministic=True",
+        max_masked_T=MAX_MASKED_T,
         stand_in=lambda: without_scores(blockwise_attention),
     ),
     "blockwise": Kernel(
@@ -138,8 +151,12 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     name, names = _first_kernel(setting), list(KERNELS)
     before = [KERNELS[other].obstacle(setting) for other in names[: names.index(name)]]
     obstacles = [why for why in before if why is not None]
-    mask = ", plus a document mask of 2 T^2 bytes per row" * setting.document_mask
-    reason = KERNELS[name].reason + (mask if name == "cudnn" else "")
+    mask = "a document mask of 2 T^2 bytes per row" if setting.document_mask else ""
+    reason = KERNELS[name].reason
+    if mask and name == "cudnn":
+        reason += f", plus {mask}"
+    elif mask and KERNELS["cudnn"].obstacle(setting) is None:
+        obstacles.append(f"cuDNN would need {mask}; model.attention=cudnn selects it")
     return name, "; ".join([reason, *obstacles])
 
 
@@ -150,10 +167,17 @@ def _kernel(name: str) -> Kernel:
 
 
 def _first_kernel(setting: AttentionSetting) -> str:
+    T, is_masked = setting.config.block_size, setting.document_mask
+
+    def suits(kernel: Kernel) -> bool:
+        # On GPUs, `xla` stores the scores of all layers: models/README.md has the numbers.
+        is_long = T >= kernel.min_T or (is_masked and setting.platform == "gpu")
+        return is_long and (not is_masked or T <= kernel.max_masked_T)
+
     return next(
         name
         for name, kernel in KERNELS.items()
-        if kernel.obstacle(setting) is None and setting.config.block_size >= kernel.min_T
+        if kernel.obstacle(setting) is None and suits(kernel)
     )
 
 

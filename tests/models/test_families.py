@@ -17,6 +17,7 @@ from jaxgpt.models.attention import (
     blockwise_attention,
     causal_attention,
     choose_attention,
+    fallback_warnings,
     xla_attention,
 )
 from jaxgpt.models.mlp import MLPS
@@ -303,20 +304,47 @@ def outcome(attend, *qkv):
 
 
 @pytest.mark.parametrize(
-    ("options", "kernel", "reason"),
+    ("version", "options", "kernel", "reason"),
     [
-        ({"block_size": 1024}, "cudnn", "document mask"),
-        ({"block_size": 1024, "sliding_window": 100}, "cudnn", "document mask"),
-        ({"block_size": 1001}, "xla", "even model.block_size for data.document_mask, not 1001"),
-        ({"block_size": 1024, "attention": "xla"}, "xla", "model.attention=xla"),
+        ((0, 11, 2), {"block_size": 1024}, "cudnn", "plus a document mask of 2 T^2 bytes"),
+        ((0, 11, 2), {"block_size": 1024, "sliding_window": 100}, "cudnn", "document mask"),
+        ((0, 11, 2), {"block_size": 1001}, "blockwise", "even model.block_size for data.document_"),
+        ((0, 11, 2), {"block_size": 16384}, "cudnn", "document mask"),
+        (
+            (0, 11, 2),
+            {"block_size": 32768},
+            "blockwise",
+            "cuDNN would need a document mask of 2 T^2",
+        ),
+        ((0, 11, 2), {"block_size": 32768, "attention": "cudnn"}, "cudnn", "model.attention=cudnn"),
+        ((0, 11, 2), {"block_size": 1024, "attention": "xla"}, "xla", "model.attention=xla"),
+        (
+            (0, 11, 1),
+            {"block_size": 1024},
+            "blockwise",
+            "cuDNN needs JAX 0.11.2 or newer for data.",
+        ),
+        ((0, 11, 1), {"block_size": 1024, "dropout": 0.1}, "blockwise", "does not support dropout"),
     ],
 )
-def test_documents_need_a_mask(options, kernel, reason):
+def test_documents_need_a_mask(monkeypatch, version, options, kernel, reason):
+    monkeypatch.setattr(jax, "__version_info__", version)
     config = ModelConfig(n_head=12, n_embd=768, **options)
-    chosen, why = choose_attention(
-        AttentionSetting(config, "bfloat16", "gpu", 9.0, document_mask=True)
-    )
+    setting = AttentionSetting(config, "bfloat16", "gpu", 9.0, document_mask=True)
+    chosen, why = choose_attention(setting)
     assert chosen == kernel and reason in why
+    is_slower = kernel == "blockwise"
+    assert len(fallback_warnings(setting, chosen, why)) == is_slower
+
+
+def test_cudnn_with_documents_is_refused_on_an_old_jax(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    setting = AttentionSetting(
+        ModelConfig(attention="cudnn"), "bfloat16", "gpu", 9.0, document_mask=True
+    )
+    with pytest.raises(UsageError, match="attention=cudnn: cuDNN needs JAX 0.11.2 .*; use auto"):
+        choose_attention(setting)
+    assert choose_attention(setting._replace(document_mask=False))[0] == "cudnn"
 
 
 @pytest.mark.parametrize(
