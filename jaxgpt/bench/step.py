@@ -5,15 +5,9 @@ matmul alternate, so that all three see the same machine load.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
@@ -21,6 +15,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import parse_args
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.perf.flops import flops_per_token, peak_flops
+from jaxgpt.perf.matmul import matmul_rate, matmul_size
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.profile import describe
 from jaxgpt.train.resume import initial_model
@@ -30,8 +25,6 @@ ROUNDS = 7
 ROUND_SECONDS = 1.5  # target duration if the number of steps is not set
 MAX_STEPS = 500  # per round, if the number of steps is not set
 PROFILED = 5  # steps
-CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192  # matrix sizes that get close to peak speed
-MATMUL_SECONDS = 0.15  # target duration of one measurement
 
 
 def run(
@@ -71,7 +64,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
     n_steps = n_steps or steps_per_round(rounds)
     used = memory(rounds.trainer.train_step, job.cluster)
     dtype = rounds.run.config.train.dtype
-    size = CPU_SIZE if jax.default_backend() == "cpu" else ACCELERATOR_SIZE
+    size = matmul_size()
     product = matmul_rate(size, dtype, job.cluster)
     trained, alone, products = [], [], []
     for number in range(n_rounds):
@@ -149,32 +142,3 @@ def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
         "device_compiled_bytes": Value(size, "bytes", "per device, according to the compiler"),
         "peak_bytes": Value(peak, "bytes", "maximum over devices, or over processes on CPUs"),
     }
-
-
-def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
-    """Return a function that measures the job's total FLOP/s in size x size matmuls.
-
-    All devices multiply their own matrices at the same time, so all processes must call it
-    together. Measuring a single device would overestimate CPU devices, because they share the
-    cores.
-    """
-    n = jax.device_count()
-    mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
-    each = NamedSharding(mesh, PartitionSpec("device"))
-    draw = jax.jit(lambda key: jax.random.normal(key, (n, size, size), dtype), out_shardings=each)
-    multiply = jax.jit(jnp.matmul, out_shardings=each)
-    a, b = draw(jax.random.key(0)), draw(jax.random.key(1))
-
-    def seconds(times: int) -> float:
-        cluster.barrier()
-        began = time.perf_counter()
-        for _ in range(times):
-            out = multiply(a, b)
-        out.block_until_ready()
-        # Use the slowest process, because faster ones got more than their share of the cores.
-        return max(cluster.allgather(time.perf_counter() - began)) / times
-
-    seconds(1)  # compiles
-    one = statistics.median(seconds(1) for _ in range(3))
-    times = max(1, round(MATMUL_SECONDS / one))
-    return lambda: 2 * size**3 * n / seconds(times)

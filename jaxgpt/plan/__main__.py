@@ -6,6 +6,7 @@ the train step for simulated devices, and prints what each device stores and sen
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 
@@ -86,6 +87,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     from jaxgpt.plan.report import advice_report, plan_report
 
     if arguments.advise is None:
+        if device.name == "cpu" and n_devices == 1:
+            from jaxgpt.perf.matmul import measured_peak
+
+            peak = measured_peak(config.train.dtype)
+            device = dataclasses.replace(device, peak_flops={config.train.dtype: peak})
         plan = plan_layout(config, shape, device, per_host)
         if arguments.json:
             return json.dumps(plan.to_dict(), indent=1)

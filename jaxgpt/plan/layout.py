@@ -22,8 +22,11 @@ from jaxgpt.runtime.allocator import USABLE
 
 # Fraction of the dense peak. Megatron-LM and llm.c reach 0.41 to 0.49 over a whole step.
 MATMUL_EFFICIENCY = 0.6
+# Fraction of the FLOP/s of a large matmul that whole steps reach on a CPU device: 0.38 to 0.52 for
+# `tiny`, `shakespeare_char_cpu` and `llama-tiny` (two cores of an AMD EPYC, JAX 0.10.2).
+CPU_EFFICIENCY = 0.44
 # Seconds to start a collective, and per hop of its ring. NCCL uses these numbers to choose an
-# algorithm (baseLat and hwLat for `Simple` in src/graph/tuning.cc, version 2.8).
+# algorithm (baseLat and hwLat for `Simple` in its src/graph/tuning.cc).
 LATENCY = {"start": 8.4e-6, "link": 3.4e-6, "network": 9.6e-6}
 
 # Devices along these axes wait for each other in every layer.
@@ -215,6 +218,8 @@ class Plan:
             return None
         share = self.flops_per_token * self.tokens / n_devices
         again = self.recomputed_flops_per_token * self.tokens / n_devices
+        if device.name == "cpu":
+            return self._estimate_on_cpu(peak)
         compute = (share + again) * self.imbalance / (peak * MATMUL_EFFICIENCY)
         bubble = self.bubble * compute
         state = memory.parameters + memory.moments + memory.gradients
@@ -245,6 +250,24 @@ class Plan:
             tokens_per_sec=self.tokens / step,
             tokens_per_sec_per_device=self.tokens / step / n_devices,
             mfu=share / step / peak,
+        )
+
+    def _estimate_on_cpu(self, peak: float) -> Estimate:
+        """Return the estimate for one CPU device whose large matmuls reach `peak` FLOP/s."""
+        flops = self.flops_per_token * self.tokens
+        again = self.recomputed_flops_per_token * self.tokens
+        step = (flops + again) / (peak * CPU_EFFICIENCY)
+        rate = self.tokens / step
+        return Estimate(
+            step=step,
+            compute=step,
+            bubble=0.0,
+            update=0.0,
+            exposed_communication=0.0,
+            overlapped_communication=0.0,
+            tokens_per_sec=rate,
+            tokens_per_sec_per_device=rate,
+            mfu=flops / step / peak,
         )
 
     def summary(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from jaxgpt.config import Config, mesh_shape
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.units import count, format_bytes
 from jaxgpt.plan.advise import Advice, reason, train_options
-from jaxgpt.plan.layout import ASSUMPTIONS, USABLE, Plan
+from jaxgpt.plan.layout import ASSUMPTIONS, CPU_EFFICIENCY, USABLE, Plan
 from jaxgpt.tracking.console import table_text
 
 WIDTH = 112
@@ -115,6 +115,13 @@ def _time(plan: Plan) -> str:
     e, device = plan.estimate, plan.device
     if e is None:
         return f"{flops}\ntime: no estimate, because the speed of {device.name} is unknown"
+    if device.memory is None:
+        peak = device.peak_flops[plan.config.train.dtype]
+        return (
+            f"{flops}\nESTIMATE: step {e.step:.3g} s, {e.tokens_per_sec:,.0f} tokens/s, assuming "
+            f"that a step reaches {CPU_EFFICIENCY:.0%} of the {peak / 1e9:.3g} GFLOP/s of a large "
+            "matmul on this machine, measured now"
+        )
     lines = [
         flops,
         f"ESTIMATE (best case): step {e.step:.3g} s, "
