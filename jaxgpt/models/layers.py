@@ -26,7 +26,7 @@ INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
 VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this, which most meshes divide
 
 # (x, W, number of dims to contract) -> x W
-Multiply = Callable[[jax.Array, Any, int], jax.Array]
+Multiply = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,19 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        # The bias is added in float32, so that its gradient, a sum over all tokens, is computed in
-        # float32 too.
-        return y if self.bias is None else (y + self.bias.get_value()).astype(self.dtype)
+        return y if self.bias is None else self.add_bias(y, self.bias.get_value())
+
+    def parts(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the slices of `self(x)` along the first output dim, as separate arrays."""
+        operands = x.astype(self.dtype), self.kernel.get_value(), self.n_inputs
+        ys = self.multiply(*operands, parts=True)
+        if self.bias is None:
+            return ys
+        return tuple(self.add_bias(y, b) for y, b in zip(ys, self.bias.get_value(), strict=True))
+
+    def add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
+        """Return y + bias, added in float32, so that the bias's gradient is a float32 sum too."""
+        return (y + bias).astype(self.dtype)
 
 
 class LayerKind(NamedTuple):
@@ -241,13 +251,10 @@ class SelfAttention(nnx.Module):
         If `tensor` does not divide the number of key-value heads, each query head gets a copy of
         its key-value head, so that G = H.
         """
-        # Split rather than index, because the gradient of indexing sums zero-padded arrays.
         if self.qkv is not None:
-            qkv_BTCHK = self.qkv(x_BTD)
-            q_BTHK, k_BTHK, v_BTHK = (x.squeeze(2) for x in jnp.split(qkv_BTCHK, 3, axis=2))
+            q_BTHK, k_BTHK, v_BTHK = self.qkv.parts(x_BTD)
             return q_BTHK, k_BTHK, v_BTHK
-        q_BTHK = self.q(x_BTD)
-        k_BTGK, v_BTGK = (x.squeeze(2) for x in jnp.split(self.kv(x_BTD), 2, axis=2))
+        q_BTHK, (k_BTGK, v_BTGK) = self.q(x_BTD), self.kv.parts(x_BTD)
         H, G = q_BTHK.shape[2], k_BTGK.shape[2]
         if H < self.n_head and G == self.n_kv_head:
             # `tensor` does not divide G: each device computes all key-value heads and selects the

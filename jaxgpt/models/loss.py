@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import ModelConfig
+from jaxgpt.kernels.softmax import max_and_sum_exp
 from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
@@ -62,6 +63,7 @@ class OutputLayer(NamedTuple):
         return jnp.where(weights_BT == 0, 0, weights_BT * losses_BT), logits_BTV
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
     logits_BTV: jax.Array,
     targets_BT: jax.Array,
@@ -79,12 +81,39 @@ def cross_entropy(
         targets_BT: token IDs.
         vocab_offset: token ID of the shard's first logit.
     """
-    largest_BT = parallel.pmax(jax.lax.stop_gradient(logits_BTV).max(axis=-1))  # B/b T
-    sums_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
-    is_target_BTV = vocab_offset + jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+    return _cross_entropy_forward(logits_BTV, targets_BT, vocab_offset, parallel)[0]
+
+
+def _cross_entropy_forward(
+    logits_BTV: jax.Array, targets_BT: jax.Array, vocab_offset: Any, parallel: ParallelContext
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    own_BT, sums_BT = max_and_sum_exp(logits_BTV)
+    largest_BT = parallel.pmax(own_BT)
+    # A device whose rows of the vocabulary are all padding has a maximum of -inf.
+    sums_BT = jnp.where(own_BT == -jnp.inf, 0.0, sums_BT * jnp.exp(own_BT - largest_BT))
+    is_target_BTV = _is_target(logits_BTV, targets_BT, vocab_offset)
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(axis=-1)
     sums_BT, target_BT = parallel.psum((sums_BT, target_BT))  # +t -> B/b T
-    return jnp.log(sums_BT) + largest_BT - target_BT
+    losses_BT = jnp.log(sums_BT) + largest_BT - target_BT
+    return losses_BT, (logits_BTV, targets_BT, vocab_offset, largest_BT, sums_BT)
+
+
+def _cross_entropy_backward(
+    parallel: ParallelContext, kept: tuple[Any, ...], d_BT: jax.Array
+) -> tuple[jax.Array, None, None]:
+    """Return d (softmax(logits) - one_hot(target)) for this device's vocabulary shard."""
+    del parallel  # each device has what it needs
+    logits_BTV, targets_BT, vocab_offset, largest_BT, sums_BT = kept
+    softmax_BTV = jnp.exp(logits_BTV - largest_BT[..., None]) * (d_BT / sums_BT)[..., None]
+    is_target_BTV = _is_target(logits_BTV, targets_BT, vocab_offset)
+    return softmax_BTV - jnp.where(is_target_BTV, d_BT[..., None], 0.0), None, None
+
+
+def _is_target(logits_BTV: jax.Array, targets_BT: jax.Array, vocab_offset: Any) -> jax.Array:
+    return vocab_offset + jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def loss_parts(

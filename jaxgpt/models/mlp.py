@@ -38,22 +38,50 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
-        # For the backward pass, keep gate and up in the compute dtype, not as float32 arrays.
-        self.gated = jax.checkpoint(functools.partial(gated, activation), prevent_cse=False)
+        self.gated = functools.partial(gated, activation)
         self.gate_up = build.column_parallel((D,), (2, F), ("embed", "parts", "mlp"))
         self.down = build.row_parallel((F,), (D,), ("mlp", "embed"))
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, AuxLosses]:
         both_BT2F = self.gate_up(x_BTD)  # T/s -> T: B/b T 2 F/t
-        gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(both_BT2F, 2, axis=2))
-        return self.down(self.gated(gate_BTF, up_BTF)), {}  # +t -> T/s: B/b T/s D
+        return self.down(self.gated(both_BT2F)), {}  # +t -> T/s: B/b T/s D
 
 
-def gated(
-    activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array
-) -> jax.Array:
-    """Return activation(gate) * up, computed in float32 and rounded once, like `gelu`."""
-    return (activation(gate.astype(jnp.float32)) * up).astype(up.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation: Callable[[jax.Array], jax.Array], both_BT2F: jax.Array) -> jax.Array:
+    """Return activation(gate) * up, computed in float32 and rounded once, like `gelu`.
+
+    `both_BT2F` holds gate and up. For the backward pass, only this array is kept. JAX's own
+    gradient keeps float32 arrays too, so a step of `llama3.2-1b` on an H100 moves 8% more bytes.
+    """
+    return _gated_forward(activation, both_BT2F)[0]
+
+
+def _gated_forward(
+    activation: Callable[[jax.Array], jax.Array], both_BT2F: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    gate_BTF, up_BTF = _gate_and_up(both_BT2F)
+    return (activation(gate_BTF) * up_BTF).astype(both_BT2F.dtype), both_BT2F
+
+
+def _gated_backward(
+    activation: Callable[[jax.Array], jax.Array], both_BT2F: jax.Array, d_BTF: jax.Array
+) -> tuple[jax.Array]:
+    gate_BTF, up_BTF = _gate_and_up(both_BT2F)
+    active_BTF, pull_back = jax.vjp(activation, gate_BTF)
+    (d_gate_BTF,) = pull_back(d_BTF * up_BTF)
+    # Select rather than stack, because on GPUs XLA would first write both float32 gradients.
+    is_gate = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 2, 1), 2) == 0
+    d_BT2F = jnp.where(is_gate, d_gate_BTF[:, :, None], (d_BTF * active_BTF)[:, :, None])
+    return (d_BT2F.astype(both_BT2F.dtype),)
+
+
+def _gate_and_up(both_BT2F: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate_BTF, up_BTF = (x.squeeze(2) for x in jnp.split(both_BT2F, 2, axis=2))
+    return gate_BTF.astype(jnp.float32), up_BTF.astype(jnp.float32)
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 def gelu(x: jax.Array) -> jax.Array:

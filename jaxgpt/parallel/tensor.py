@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxgpt.kernels.linear import matmul
+from jaxgpt.kernels.linear import matmul, matmul_parts
 from jaxgpt.parallel.collectives import all_gather, reduce_scatter
 from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
@@ -41,16 +41,27 @@ class ParallelContext:
         """Return a parameter ready for use: a `ShardedParam` as `all_gather_param` returns it."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
-    def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
+    def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
         """Return this device's part of x W, contracted over the last n dims of x.
 
         `kernel` is W, an array or a `ShardedParam`. With sequence parallelism, x is all-gathered
         over T first.
+
+        Args:
+            parts: return a tuple of the slices along the first output dim, as `matmul_parts` does.
         """
 
-        def multiply(x: jax.Array, kernel: Any) -> jax.Array:
+        def multiply(x: jax.Array, kernel: Any) -> Any:
             x = self.copy_to_tensor_region(x)
-            return self.matmul(x, self.param(kernel).astype(x.dtype), n)
+            w = self.param(kernel).astype(x.dtype)
+            if parts and self.matmul is matmul:
+                return matmul_parts(x, w, n)
+            y = self.matmul(x, w, n)
+            if not parts:
+                return y
+            # Split rather than index, because the gradient of indexing sums zero-padded arrays.
+            axis = x.ndim - n
+            return tuple(part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis))
 
         return (jax.checkpoint(multiply) if self.regather_in_backward else multiply)(x, kernel)
 

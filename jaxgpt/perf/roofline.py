@@ -64,7 +64,10 @@ def _bytes_moved(one: Instruction, program: HloProgram) -> tuple[int, int]:
     sizes = [_size(program.instructions[name]) for name in one.operands]
     if one.opcode == "dynamic-update-slice":
         return sizes[1], sizes[1]
-    return (_size(one) if one.opcode in _SLICES else sum(sizes)), _size(one)
+    written = one.array_bytes
+    if one.attribute("custom_call_target").startswith("__cublas") and len(written) > 1:
+        written.pop()  # the last result is a workspace, which is not part of the product
+    return (_size(one) if one.opcode in _SLICES else sum(sizes)), sum(written)
 
 
 def _flops(one: Instruction, program: HloProgram) -> int:

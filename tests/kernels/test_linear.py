@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.kernels.linear import matmul
+from jaxgpt.kernels.linear import matmul, matmul_parts
 
 
 @pytest.mark.parametrize(("w_shape", "n"), [((4, 3, 2, 5), 1), ((2, 4, 6), 2)])
@@ -18,6 +18,24 @@ def test_a_product_and_its_gradients_are_those_of_tensordot(w_shape, n):
     for found, wanted in zip(gradients(dy), expected_gradients(dy), strict=True):
         assert found.shape == wanted.shape
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("w_shape", "n"), [((4, 3, 2, 5), 1), ((2, 4, 3, 6), 2)])
+def test_parts_and_their_gradients_are_slices_of_the_product(w_shape, n):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (3, 7, *w_shape[:n]))
+    w = jax.random.normal(keys[1], w_shape)
+
+    def slices(x, w):
+        return tuple(jnp.moveaxis(jnp.tensordot(x, w, n), 2, 0))
+
+    parts, gradients = jax.vjp(lambda x, w: matmul_parts(x, w, n), x, w)
+    expected, expected_gradients = jax.vjp(slices, x, w)
+    dys = tuple(jax.random.normal(keys[2], (3, *expected[0].shape)))
+    found = *parts, *gradients(dys)
+    for one, wanted in zip(found, (*expected, *expected_gradients(dys)), strict=True):
+        assert one.shape == wanted.shape
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_weights_transpose_no_activations():

@@ -1,7 +1,7 @@
-"""Memory traffic of a gpt2 step on one H100: `python tests/perf/h100_bytes.py [key=value ...]`.
+"""Memory traffic of a step on one H100: `python tests/perf/h100_bytes.py [PRESET] [key=value ...]`.
 
-The step is compiled ahead of time, which needs `pip install 'jax[cuda12]'` but no GPU. The table in
-jaxgpt/perf/README.md has the result.
+PRESET is a key of `STEPS`, by default gpt2. The step is compiled ahead of time, which needs `pip
+install 'jax[cuda12]'` but no GPU. The tables in jaxgpt/perf/README.md have the results.
 """
 
 import sys
@@ -16,22 +16,29 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 
 from forms import H100
 
-from jaxgpt.config import load_config
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.perf.hlo import parse_hlo, read_operations
 from jaxgpt.perf.roofline import read_work
 from jaxgpt.train.compiled import make_steps
 
-# 24 rows of 1,024 tokens. Autotuning is off below, because it needs a GPU.
-STEP = (
-    "gpt2", "model.vocab_size=50257", "train.batch_size=24", "train.gradient_accumulation_steps=1",
-)  # fmt: skip
+# One microbatch that fits on a GPU. Autotuning is off below, because it needs a GPU.
+STEPS = {
+    "gpt2": ("model.vocab_size=50257", "train.batch_size=24"),
+    "gpt2-xl": ("model.vocab_size=50257", "train.batch_size=8"),
+    "llama3.2-1b": ("model.vocab_size=128256", "train.batch_size=4", "model.block_size=4096"),
+}
 
 
 def main() -> None:
-    config = load_config(*STEP, *sys.argv[1:])
+    named = [word for word in sys.argv[1:] if word in STEPS]
+    preset = named[0] if named else "gpt2"
+    changes = [word for word in sys.argv[1:] if word not in STEPS]
+    one_microbatch = "train.gradient_accumulation_steps=1"
+    config = load_config(preset, *STEPS[preset], one_microbatch, *changes)
     topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
-    devices = np.array(topology.devices).reshape(1, 1, 1)
-    mesh = Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    shape = MeshShape()
+    devices = np.array(topology.devices).reshape(tuple(shape.values()))
+    mesh = Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     compiled = make_steps(config, mesh).lower_train_step()
     program = parse_hlo(compiled.compile({"xla_gpu_autotune_level": 0}).as_text())
     work, operations = read_work(program), read_operations(program)
