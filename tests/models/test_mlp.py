@@ -3,8 +3,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxgpt.models.mlp import gelu
+from jaxgpt.models.mlp import gated, gelu
 
 X = np.linspace(-12, 12, 4801)
 PHI = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in X])
@@ -29,3 +30,19 @@ def test_in_bfloat16_it_is_as_exact_as_that_allows():
     # Half a unit of the last of 8 bits, and float32's 1 + erf.
     np.testing.assert_allclose(np.float64(found), x * phi, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(np.float64(gradients), phi + x * density, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-6), ("bfloat16", 2**-8)])
+def test_swiglu_and_its_gradient_are_the_formulas(dtype, rounding):
+    rng = np.random.default_rng(0)
+    both = jnp.asarray(rng.normal(size=(2, 3, 2, 64)) * 4, dtype)
+    dy = jnp.asarray(rng.normal(size=(2, 3, 64)), dtype)
+    y, pull_back = jax.vjp(lambda both: gated(jax.nn.silu, both), both)
+    (gradient,) = pull_back(dy)
+    assert y.dtype == gradient.dtype == dtype
+    gate, up, d = np.float64(both[:, :, 0]), np.float64(both[:, :, 1]), np.float64(dy)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    expected = np.stack([d_gate, d * gate * sigmoid], axis=2)
+    np.testing.assert_allclose(np.float64(y), gate * sigmoid * up, rtol=rounding, atol=1e-6)
+    np.testing.assert_allclose(np.float64(gradient), expected, rtol=rounding, atol=2e-6)
