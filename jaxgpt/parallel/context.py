@@ -223,7 +223,7 @@ def _swap_halves(first: jax.Array, second: jax.Array, is_swapped: jax.Array) -> 
     return jnp.concatenate(halves, axis=1)
 
 
-# Ring. Arrays for a device's early and late chunk are stacked along a leading axis, as in q_2BTGK.
+# Ring. The first half of a device's tokens is its early chunk, and the second half its late chunk.
 
 
 class Queries(NamedTuple):
@@ -242,6 +242,18 @@ class Keys(NamedTuple):
     k_BSGK: jax.Array
     v_BSGK: jax.Array
     at: Any  # `TokenPositions`
+
+
+class Pair(NamedTuple):
+    """Consecutive queries, and the consecutive keys that they may see."""
+
+    first_query: int | jax.Array
+    n_queries: int
+    first_key: int | jax.Array
+    n_keys: int
+    n_before: int | None = None
+    """If queries see only the keys from this many before their own, the number. The keys are then
+    those of the queries' tokens, after `n_before` others. None: queries may see all keys."""
 
 
 def ring_attention(
@@ -284,50 +296,43 @@ def _attend_around_ring(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
 
 
 def _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
-    queries = Queries(_halves(q_BTGK), _halves_at(q_at))
-    out_2BTGK = jnp.zeros_like(queries.q_BTGK, _float32_or_64(q_BTGK))
-    found = out_2BTGK, jnp.full_like(out_2BTGK[..., 0], -jnp.inf)
+    queries = Queries(q_BTGK, q_at)
 
     def attend(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
-        for mine, theirs in pairs:
-            part = attend_block(mask, _pick(queries, mine), _pick(keys, theirs))
-            merged = _merge(_pick(found, mine), part)
-            found = jax.tree.map(lambda x, new, mine=mine: x.at[mine].set(new), found, merged)
+        for chunks in pairs:
+            pair = _pair_of_chunks(queries, keys, *chunks)
+            found = attend_block(mask, queries, keys, pair, found)
         return found
 
-    out_2BTGK, lse_2BTG = _around_ring(axes, attend, k_BTGK, v_BTGK, k_at, found)
-    out_BTGK = _joined(out_2BTGK).astype(q_BTGK.dtype)
-    return out_BTGK, (q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_2BTG)
+    found = _nothing_seen(queries)
+    out_BTGK, lse_BTG = _around_ring(axes, attend, k_BTGK, v_BTGK, k_at, found)
+    out_BTGK = out_BTGK.astype(q_BTGK.dtype)
+    return out_BTGK, (q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_BTG)
 
 
 def _ring_backward(axes, mask, saved, d_out_BTGK):
     # Without the barrier, XLA would not send the keys again, but keep all blocks of all layers.
     saved, d_out_BTGK = jax.lax.optimization_barrier((saved, d_out_BTGK))
-    q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_2BTG = saved
-    delta_BTG = (d_out_BTGK.astype(lse_2BTG.dtype) * out_BTGK).sum(axis=-1)
-    q_2BTGK, d_out_2BTGK, delta_2BTG = (_halves(x) for x in (q_BTGK, d_out_BTGK, delta_BTG))
-    queries = Queries(q_2BTGK, _halves_at(q_at), d_out_2BTGK, lse_2BTG, delta_2BTG)
+    q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_BTG = saved
+    delta_BTG = (d_out_BTGK.astype(lse_BTG.dtype) * out_BTGK).sum(axis=-1)
+    queries = Queries(q_BTGK, q_at, d_out_BTGK, lse_BTG, delta_BTG)
 
     def add_gradients(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
         # d_kvs: of this device's own block, and of the block whose gradients arrived last.
-        dq_2BTGK, d_kvs = found
-        d_kv = jnp.zeros_like(keys.k_BSGK, lse_2BTG.dtype, (2, *keys.k_BSGK.shape))
-        for mine, theirs in pairs:
-            block = _pick(queries, mine), _pick(keys, theirs)
-            dq_BTGK, totals = block_gradients(mask, *block, tuple(d_kv[:, theirs]))
-            dq_2BTGK, d_kv = (
-                dq_2BTGK.at[mine].add(dq_BTGK),
-                d_kv.at[:, theirs].set(jnp.stack(totals)),
-            )
+        dq_BTGK, d_kvs = found
+        d_kv = _zeros(jnp.stack(keys[:2]), lse_BTG.dtype)
+        for chunks in pairs:
+            pair = _pair_of_chunks(queries, keys, *chunks)
+            dq_BTGK, d_kv = block_gradients(mask, queries, keys, pair, (dq_BTGK, d_kv))
         if step > 1:  # the gradients of a block follow it, one step behind
             *d_kvs, travelling = d_kvs
             d_kv += _send_to_next(travelling, axes)
-        return dq_2BTGK, [*d_kvs, d_kv]
+        return dq_BTGK, [*d_kvs, d_kv]
 
-    found = jnp.zeros_like(q_2BTGK, lse_2BTG.dtype), []
-    dq_2BTGK, (own, travelling) = _around_ring(axes, add_gradients, k_BTGK, v_BTGK, k_at, found)
-    dk_2BSGK, dv_2BSGK = own + _send_to_next(travelling, axes)
-    gradients = (_joined(x).astype(q_BTGK.dtype) for x in (dq_2BTGK, dk_2BSGK, dv_2BSGK))
+    found = _zeros(q_BTGK, lse_BTG.dtype), []
+    dq_BTGK, (own, travelling) = _around_ring(axes, add_gradients, k_BTGK, v_BTGK, k_at, found)
+    dk_BSGK, dv_BSGK = own + _send_to_next(travelling, axes)
+    gradients = (x.astype(q_BTGK.dtype) for x in (dq_BTGK, dk_BSGK, dv_BSGK))
     return *gradients, None, None
 
 
@@ -347,11 +352,11 @@ def _around_ring(
     The first block is this device's own. Each block is sent on while it is processed.
     """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
-    kv = jnp.stack([_halves(k_BTGK), _halves(v_BTGK)])
+    kv = jnp.stack([k_BTGK, v_BTGK])
     for step in range(n):
         source = (i - step) % n
         following = _send_to_next(kv, axes) if step < n - 1 else kv
-        keys = Keys(*kv, _halves_at(_slice_of(k_at, axes, source)))
+        keys = Keys(*kv, _slice_of(k_at, axes, source))
         found = process(step, keys, visible_pairs(step, i, source), found)
         # Without the barrier, XLA may process many blocks at once, which takes more memory.
         kv, found = jax.lax.optimization_barrier((following, found))
@@ -372,6 +377,11 @@ def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
         return [(0, 0), (1, 1), (1, 0)]  # `_merge` needs a chunk's own keys first
     same = jnp.where(source < i, 0, 1)
     return [(1, 0), (same, same)]
+
+
+def _pair_of_chunks(queries: Queries, keys: Keys, mine: Any, theirs: Any) -> Pair:
+    n_queries, n_keys = queries.q_BTGK.shape[1] // 2, keys.k_BSGK.shape[1] // 2
+    return Pair(mine * n_queries, n_queries, theirs * n_keys, n_keys)
 
 
 def _send_to_next(x: jax.Array, axes: Axes) -> jax.Array:
@@ -436,11 +446,12 @@ def _from_chunk_before(x_2: jax.Array, axes: Axes) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_once(mask, n_before, queries, keys):
-    return attend_block(mask, queries, keys, n_before)[0].astype(queries.q_BTGK.dtype)
+    return _attend_once_forward(mask, n_before, queries, keys)[0]
 
 
 def _attend_once_forward(mask, n_before, queries, keys):
-    out_BTGK, lse_BTG = attend_block(mask, queries, keys, n_before)
+    pair = Pair(0, queries.q_BTGK.shape[1], 0, keys.k_BSGK.shape[1], n_before)
+    out_BTGK, lse_BTG = attend_block(mask, queries, keys, pair, _nothing_seen(queries))
     out_BTGK = out_BTGK.astype(queries.q_BTGK.dtype)
     return out_BTGK, (queries, keys, out_BTGK, lse_BTG)
 
@@ -449,8 +460,9 @@ def _attend_once_backward(mask, n_before, saved, d_out_BTGK):
     queries, keys, out_BTGK, lse_BTG = saved
     delta_BTG = (d_out_BTGK.astype(lse_BTG.dtype) * out_BTGK).sum(axis=-1)
     queries = Queries(queries.q_BTGK, queries.at, d_out_BTGK, lse_BTG, delta_BTG)
-    zeros = tuple(jnp.zeros_like(x, lse_BTG.dtype) for x in keys[:2])
-    dq_BTGK, d_kv = block_gradients(mask, queries, keys, zeros, n_before)
+    found = tuple(_zeros(x, lse_BTG.dtype) for x in (queries.q_BTGK, jnp.stack(keys[:2])))
+    pair = Pair(0, queries.q_BTGK.shape[1], 0, keys.k_BSGK.shape[1], n_before)
+    dq_BTGK, d_kv = block_gradients(mask, queries, keys, pair, found)
     dq_BTGK, dk_BSGK, dv_BSGK = (d.astype(d_out_BTGK.dtype) for d in (dq_BTGK, *d_kv))
     return Queries(dq_BTGK, None), Keys(dk_BSGK, dv_BSGK, None)
 
@@ -458,80 +470,84 @@ def _attend_once_backward(mask, n_before, saved, d_out_BTGK):
 _attend_once.defvjp(_attend_once_forward, _attend_once_backward)
 
 
+def _nothing_seen(queries: Queries) -> tuple[jax.Array, jax.Array]:
+    """Return the `found` of `attend_block` for queries that have not seen any keys yet."""
+    out_BTGK = _zeros(queries.q_BTGK, _float32_or_64(queries.q_BTGK))
+    return out_BTGK, jnp.full_like(out_BTGK[..., 0], -jnp.inf)
+
+
+def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return zeros with the shape of `x`.
+
+    They depend on `x`. Otherwise, XLA for CPUs would allocate the zeros for all blocks of a layer
+    before it processes the first block. They are NaN if the first element of `x` is not finite.
+    """
+    return jnp.broadcast_to(0 * x[(0,) * x.ndim].astype(dtype), x.shape)
+
+
 def attend_block(
-    mask: Any, queries: Queries, keys: Keys, n_before: int | None = None
+    mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return attention to one block of keys, and the log-sum-exp of the scores.
+    """Return `found`, merged with attention to one block of keys.
 
     Memory is O(T), because at most `QUERIES` queries are processed at a time.
 
     Args:
         mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).
-        n_before: if queries see only the keys from this many before their own, the number. The
-            keys are then those of the queries' tokens, after `n_before` others. None: queries may
-            see all keys.
-
-    Returns:
-        out_BTGK and lse_BTG in float32 (float64 for float64 operands). A query that sees no key has
-        an output of 0 and a log-sum-exp of -inf.
+        found: out_BTGK, attention to the blocks before, and lse_BTG, the log-sum-exp of its scores,
+            in float32 (float64 for float64 operands). If a query has not seen any keys, these are 0
+            and -inf, and it must see a key of this block.
     """
-    queries_N, firsts_N, size = _split_queries(queries, keys, n_before)
+    queries = _with_dependent_positions(queries)
+    firsts, n_queries, n_keys = _split_pair(pair)
 
-    def attend(part: tuple[Queries, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        queries, seen = part[0], _keys_from(part[1], size, keys)
-        scores_BGTS, is_seen = _scores(mask, queries, seen)
+    def attend(found: Any, firsts: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        part, seen = _slice(queries, firsts[0], n_queries), _slice(keys, firsts[1], n_keys)
+        scores_BGTS, is_seen = _scores(mask, part, seen)
         largest_BGT1 = jnp.where(is_seen, scores_BGTS, -jnp.inf).max(axis=-1, keepdims=True)
         largest_BGT1 = jnp.maximum(largest_BGT1, jnp.finfo(scores_BGTS.dtype).min)
         weights_BGTS = jnp.where(is_seen, jnp.exp(scores_BGTS - largest_BGT1), 0)
         sums_BTG = weights_BGTS.sum(axis=-1).swapaxes(1, 2)
         out_BTGK = _einsum("BGTS,BSGK->BTGK", weights_BGTS, seen.v_BSGK)
         out_BTGK /= jnp.where(sums_BTG == 0, 1, sums_BTG)[..., None]
-        return out_BTGK, jnp.log(sums_BTG) + largest_BGT1[..., 0].swapaxes(1, 2)
+        new = out_BTGK, jnp.log(sums_BTG) + largest_BGT1[..., 0].swapaxes(1, 2)
+        before = tuple(_tokens(x, firsts[0], n_queries) for x in found)
+        return _write(found, _merge(before, new), firsts[0]), None
 
-    out, lse = jax.lax.map(attend, (queries_N, firsts_N))
-    return _joined(out), _joined(lse)
+    return jax.lax.scan(attend, found, firsts)[0]
 
 
 def block_gradients(
-    mask: Any,
-    queries: Queries,
-    keys: Keys,
-    d_kv: tuple[jax.Array, jax.Array],
-    n_before: int | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return dq_BTGK for one block of keys, and `d_kv` plus the gradients of keys and values.
+    mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return `found` plus the gradients of attention to one block of keys.
 
     `queries` holds the log-sum-exp and the output over all blocks. This makes the gradients of the
-    blocks add up (arXiv 2205.14135, appendix B.2). The results are in float32 (float64 for float64
-    operands). For the other arguments, see `attend_block`.
+    blocks add up (arXiv 2205.14135, appendix B.2). For the other arguments, see `attend_block`.
 
     Args:
-        d_kv: arrays (B, S, G, K) to add the gradients of the keys and of the values to.
+        found: dq_BTGK, and the gradients of the keys and values (2, B, S, G, K), in float32
+            (float64 for float64 operands).
     """
-    queries_N, firsts_N, size = _split_queries(queries, keys, n_before)
+    queries = _with_dependent_positions(queries)
+    firsts, n_queries, n_keys = _split_pair(pair)
 
-    def add(totals: Any, part: tuple[Queries, jax.Array]) -> tuple[Any, jax.Array]:
-        queries, first = part
-        seen = _keys_from(first, size, keys)
-        scores_BGTS, is_seen = _scores(mask, queries, seen)
-        lse_BGT1, delta_BGT1 = (
-            x.swapaxes(1, 2)[..., None] for x in (queries.lse_BTG, queries.delta_BTG)
-        )
+    def add(found: Any, firsts: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        part, seen = _slice(queries, firsts[0], n_queries), _slice(keys, firsts[1], n_keys)
+        scores_BGTS, is_seen = _scores(mask, part, seen)
+        lse_BGT1, delta_BGT1 = (x.swapaxes(1, 2)[..., None] for x in (part.lse_BTG, part.delta_BTG))
         weights_BGTS = jnp.where(is_seen, jnp.exp(scores_BGTS - lse_BGT1), 0)
-        d_weights_BGTS = _einsum("BTGK,BSGK->BGTS", queries.d_out_BTGK, seen.v_BSGK)
+        d_weights_BGTS = _einsum("BTGK,BSGK->BGTS", part.d_out_BTGK, seen.v_BSGK)
         d_scores_BGTS = weights_BGTS * (d_weights_BGTS - delta_BGT1) * _scale(keys)
         dq_BTGK = _einsum("BGTS,BSGK->BTGK", d_scores_BGTS, seen.k_BSGK)
-        dk_BSGK = _einsum("BGTS,BTGK->BSGK", d_scores_BGTS, queries.q_BTGK)
-        dv_BSGK = _einsum("BGTS,BTGK->BSGK", weights_BGTS, queries.d_out_BTGK)
+        dk_BSGK = _einsum("BGTS,BTGK->BSGK", d_scores_BGTS, part.q_BTGK)
+        dv_BSGK = _einsum("BGTS,BTGK->BSGK", weights_BGTS, part.d_out_BTGK)
+        dq, d_kv = found
+        dq_BTGK += _tokens(dq, firsts[0], n_queries)
+        new = jnp.stack([dk_BSGK, dv_BSGK]) + _tokens(d_kv, firsts[1], n_keys, axis=2)
+        return (_write(dq, dq_BTGK, firsts[0]), _write(d_kv, new, firsts[1], axis=2)), None
 
-        def add_seen(total: jax.Array, new: jax.Array) -> jax.Array:
-            new += jax.lax.dynamic_slice_in_dim(total, first, size, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(total, new, first, axis=1)
-
-        return jax.tree.map(add_seen, totals, (dk_BSGK, dv_BSGK)), dq_BTGK
-
-    d_kv, dq = jax.lax.scan(add, d_kv, (queries_N, firsts_N))
-    return _joined(dq), d_kv
+    return jax.lax.scan(add, found, firsts)[0]
 
 
 def _scores(mask: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
@@ -554,38 +570,51 @@ def _float32_or_64(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _split_queries(
-    queries: Queries, keys: Keys, n_before: int | None
-) -> tuple[Queries, jax.Array, int]:
-    """Split into N equal blocks of at most `QUERIES` queries, along a new leading axis.
+def _with_dependent_positions(queries: Queries) -> Queries:
+    """Return the queries, with positions that depend on them.
 
-    If T has no divisor from QUERIES / 8 to QUERIES, there is one block.
+    Otherwise, jax.checkpoint of a layer would keep the masks of all blocks, because they do not
+    depend on differentiated values.
+    """
+    return jax.lax.optimization_barrier(queries)
+
+
+def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
+    """Split the queries of a pair into N equal parts of at most `QUERIES` queries.
+
+    If their number has no divisor from QUERIES / 8 to QUERIES, there is one part.
 
     Returns:
-        The queries, the first key that each block may see, int32 (N,), and the number of keys.
+        The first query of each part and the first key that it may see, int32 (N,). The number of
+        queries and the number of keys of a part.
     """
-    T, S = queries.q_BTGK.shape[1], keys.k_BSGK.shape[1]
-    # The barrier makes the positions depend on the queries. Otherwise, jax.checkpoint of a layer
-    # would keep the masks of all blocks, because they do not depend on differentiated values.
-    queries = jax.lax.optimization_barrier(queries)
+    T, S = pair.n_queries, pair.n_keys
     size = max(n for n in range(1, QUERIES + 1) if T % n == 0)
     size = size if size >= QUERIES / 8 else T
-    at = jax.tree.map(lambda x: _parts(x, x.ndim - 1, T // size), queries.at)
-    arrays = jax.tree.map(lambda x: _parts(x, 1, T // size), queries._replace(at=None))
-    if n_before is None:
-        firsts_N, n_keys = jnp.zeros(T // size, jnp.int32), S
-    else:
-        R = T // (S - n_before)  # queries per token
-        n_keys = min(S, n_before + (size - 1) // R + 2)  # a block may begin within a token
-        firsts_N = jnp.minimum(jnp.arange(0, T, size) // R, S - n_keys)
-    return arrays._replace(at=at), firsts_N, n_keys
+    starts_N, keys_N, n_keys = jnp.arange(0, T, size), jnp.zeros(T // size, jnp.int32), S
+    if pair.n_before is not None:
+        R = T // (S - pair.n_before)  # queries per token
+        n_keys = min(S, pair.n_before + (size - 1) // R + 2)  # a part may begin within a token
+        keys_N = jnp.minimum(starts_N // R, S - n_keys)
+    return (pair.first_query + starts_N, pair.first_key + keys_N), size, n_keys
 
 
-def _keys_from(first: jax.Array, size: int, keys: Keys) -> Keys:
-    """Return `size` keys and values, starting with `first`."""
-    k_BSGK, v_BSGK = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in keys[:2])
-    at = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=-1), keys.at)
-    return Keys(k_BSGK, v_BSGK, at)
+def _slice(of_tokens: Any, first: jax.Array, size: int) -> Any:
+    """Return `size` of the queries or of the keys and values, starting with `first`."""
+    at = jax.tree.map(lambda x: _tokens(x, first, size, axis=-1), of_tokens.at)
+    arrays = jax.tree.map(lambda x: _tokens(x, first, size), of_tokens._replace(at=None))
+    return arrays._replace(at=at)
+
+
+def _tokens(x: jax.Array, first: jax.Array, size: int, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
+
+
+def _write(arrays: Any, parts: Any, first: jax.Array, axis: int = 1) -> Any:
+    """Return the arrays after writing each part to its array, from token `first` on."""
+    return jax.tree.map(
+        lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis), arrays, parts
+    )
 
 
 def _parts(x: jax.Array, axis: int, n: int) -> jax.Array:
@@ -616,7 +645,3 @@ def _slice_of(at: Any, axes: Axes, device: Any) -> Any:
         return jax.lax.dynamic_slice_in_dim(x, device * T, T, axis=-1)
 
     return jax.tree.map(take, at)
-
-
-def _pick(tree: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: x[i], tree)

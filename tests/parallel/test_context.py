@@ -165,15 +165,43 @@ def test_every_form_has_the_losses_of_one_device(mesh, impl, family, masks):
 
 
 @pytest.mark.long
-def test_commands_work_on_a_split_sequence(tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [
+        ("fsdp=2,context=4", "adamw"),
+        ("stage=2,fsdp=2,context=2", "adamw"),
+        ("stage=2,context=2,tensor=2", "muon"),
+    ],
+)
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("impl", ["ring", "ulysses"])
+@pytest.mark.parametrize("family", [(), LLAMA], ids=["gpt2", "llama"])
+def test_five_axes_have_the_losses_of_one_device(mesh, optimizer, zero_stage, impl, family):
+    if zero_stage == 0 and "fsdp" not in mesh:
+        pytest.skip("no axis shards parameters")
+    options = (*family, *DOCUMENTS, f"optimizer.name={optimizer}")
+    options = (*options, "train.gradient_accumulation_steps=2")
+    shape = ("--mesh", mesh, f"parallel.context_impl={impl}", f"parallel.zero_stage={zero_stage}")
+    found = trace(20, *SMALL, *options, *shape, devices=8)
+    assert_same(found, reference(*options, n_steps=20))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["data=2,context=2,tensor=2", "stage=2,context=2,tensor=2"])
+def test_commands_work_on_a_split_sequence(mesh, tmp_path):
     """The run samples; its steps are repeated, inspected, evaluated and continued elsewhere."""
-    mesh, other = ("--mesh", "data=2,context=2,tensor=2"), ("--mesh", "1,1,1")
-    settings = (*SMALL, "train.eval_interval=2", "train.sample_tokens=20", "checkpoint.interval=2")
+    mesh, other = ("--mesh", mesh), ("--mesh", "1,1,1")
+    settings = (
+        *SMALL, "train.gradient_accumulation_steps=2", "train.eval_interval=2",
+        "train.sample_tokens=20", "checkpoint.interval=2", "train.verify_interval=1",
+        "--train-range-to-skip", "2", "2", "profile_steps=3:3",
+    )  # fmt: skip
     ring = "parallel.context_impl=ring"
     out = ("--out", tmp_path / "run")
     job = run("train", "--config", *settings, *mesh, ring, *out, "train.max_iters=4")
     assert job.returncode == 0, job.stdout
-    assert "context = 2 uses ring" in (out[1] / "train.log").read_text()
+    log = (out[1] / "train.log").read_text()
+    assert "context = 2 uses ring" in log and "operations take" in log  # the profile's table
     job = run("replay", "--run", out[1], "--step", 4)
     assert job.returncode == 0 and "bit for bit" in job.stdout, job.stdout
     for command in (
@@ -253,7 +281,7 @@ def test_all_devices_of_a_causal_ring_compute_equally_much():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("impl", "remat"), [("ring", "none"), ("ulysses", "none"), ("ulysses", "full")]
+    ("impl", "remat"), itertools.product(("ring", "ulysses"), ("none", "full"))
 )
 def test_eight_devices_need_less_than_a_sixth_of_the_memory(impl, remat):
     T, temporary = 32768, {}
