@@ -48,6 +48,11 @@ SMALL = (
     "train.log_interval=1",
     "checkpoint.interval=0",
 )
+# Options for a mesh of eight devices with pipeline stages and a split sequence.
+FIVE_AXES = (
+    "--mesh", "stage=2,context=2,tensor=2", "model.n_layer=2",
+    "train.gradient_accumulation_steps=2", "parallel.context_impl=ring",
+)  # fmt: skip
 
 
 def command(module, *args, processes=None):

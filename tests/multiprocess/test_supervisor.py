@@ -11,6 +11,7 @@ import pytest
 
 import hosts
 from jobs import (
+    FIVE_AXES,
     SMALL,
     checkpoint_arrays,
     command,
@@ -56,15 +57,19 @@ def ranks(out, n):
     return found
 
 
-def test_a_job_whose_processes_are_killed_ends_as_if_they_were_not(tmp_path):
+@pytest.mark.parametrize(
+    ("n", "settings"), [(2, ()), pytest.param(4, FIVE_AXES, marks=pytest.mark.long)]
+)
+def test_a_job_whose_processes_are_killed_ends_as_if_they_were_not(n, settings, tmp_path):
     whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 60
-    job = run("train", *SETTINGS, f"train.max_iters={steps}", "--out", whole, processes=2)
+    settings = (*SETTINGS, *settings, f"train.max_iters={steps}")
+    job = run("train", *settings, "--out", whole, processes=n)
     assert job.returncode == 0, job.stdout
-    train = (*SETTINGS, f"train.max_iters={steps}", "--out", killed)
-    job = launched(tmp_path / "said", "-n", 2, "--restarts", 20, train=train)
-    for number, rank in ((1, 1), (2, 0)):
+    train = (*settings, "--out", killed)
+    job = launched(tmp_path / "said", "-n", n, "--restarts", 20, train=train)
+    for number, rank in ((1, n - 1), (2, 0)):
         wait_for_log(job, killed, f"step={20 * number}/")
-        os.kill(ranks(killed, 2)[rank], signal.SIGKILL)
+        os.kill(ranks(killed, n)[rank], signal.SIGKILL)
     assert job.wait(300) == 0
     output = (tmp_path / "said").read_text()
     assert "attempt 2 ended with status" in output and "attempt 3 ended" not in output

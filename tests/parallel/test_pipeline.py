@@ -176,17 +176,30 @@ def test_memory_grows_with_boundary_activations_only():
     assert many.temp_size_in_bytes - few.temp_size_in_bytes < kept * boundary
 
 
-def test_a_checkpoint_of_a_pipeline_is_restored_on_other_meshes(tmp_path):
-    settings = (*SMALL, "model.n_layer=4", "train.gradient_accumulation_steps=4")
-    saved = ("checkpoint.interval=2", "train.max_iters=2", *CIRCULAR)
-    assert train_here(*settings, *saved, "--out", tmp_path, "--mesh", "stage=2,tensor=2") == 0
-    before = checkpoint_arrays(tmp_path, 2)
-    assert train_here("--out", tmp_path, "--mesh", "1,1,1", "train.max_iters=4") == 0
-    resumed = losses(tmp_path)
-    alone = ("--out", tmp_path / "one", "--mesh", "1,1,1", "train.max_iters=4")
+def test_a_checkpoint_is_moved_between_meshes_bit_by_bit(tmp_path):
+    """Skipped steps change nothing, so their checkpoint holds what was restored.
+
+    The steps after them are those of one device, with the same data.
+    """
+    settings = (*SMALL, "model.n_layer=4", "train.gradient_accumulation_steps=4", *CIRCULAR)
+    settings += ("checkpoint.interval=1", "checkpoint.keep=9")
+    settings += ("--train-range-to-skip", *map(str, (3, 3, 5, 5, 7, 7)))
+    meshes = {2: "context=2,stage=2,tensor=2", 4: "2,1,4", 6: "1,1,1"}
+    for last, mesh in (meshes | {8: meshes[2]}).items():
+        run = (*settings, "--out", tmp_path / "run", "--mesh", mesh, f"train.max_iters={last}")
+        assert train_here(*run) == 0
+    for step in (3, 5, 7):
+        saved, restored = (checkpoint_arrays(tmp_path / "run", s) for s in (step - 1, step))
+        assert all((saved[path] == restored[path]).all() for path in saved)
+        assert restored.keys() == saved.keys()
+    alone = ("--out", tmp_path / "alone", "--mesh", "1,1,1", "train.max_iters=8")
     assert train_here(*settings, *alone) == 0
-    assert resumed == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert before["['params']['layers']['mlp']['up']['kernel']"].shape == (4, 64, 256)
+    moved, still = (
+        [loss for loss in losses(tmp_path / name).values() if loss is not None]
+        for name in ("run", "alone")
+    )
+    assert moved == pytest.approx(still, rel=1e-4) and len(moved) == 5
+    assert saved["['params']['layers']['mlp']['up']['kernel']"].shape == (4, 64, 256)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ RUN = (*SMALL, "train.max_iters=20", "checkpoint.interval=8", "train.verify_inte
 
 
 def params_on(mesh):
-    config = load_config(*SMALL[1:], "model.vocab_size=64", "--mesh", mesh)
+    layers = ("model.n_layer=2", "train.gradient_accumulation_steps=2")
+    config = load_config(*SMALL[1:], *layers, "model.vocab_size=64", "--mesh", mesh)
     return make_steps(config, make_mesh(mesh_shape(config))).init().params
 
 
@@ -25,6 +26,8 @@ def params_on(mesh):
         ("2,1,4", 6, [2, 6]),  # of two nobody knows which
         ("4,2,1", 3, [3]),
         ("2,2,2", 0, [0, 4]),
+        ("stage=2,context=4", 6, [6]),
+        ("stage=2,context=2,tensor=2", 5, [5, 7]),
     ],
 )
 def test_a_flipped_bit_is_found_on_its_device(mesh, device, found):
