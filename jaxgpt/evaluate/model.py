@@ -23,6 +23,7 @@ from jaxgpt.config import (
     expand_user,
     mesh_shape,
     override_data,
+    parse_mesh,
 )
 from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.data.loader import global_array
@@ -151,8 +152,9 @@ def find_trained(
 
 
 def without_training(config: Config) -> Config:
-    """Return a configuration without dropout or gradient accumulation."""
-    return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=1)
+    """Return a configuration without dropout, and with one microbatch for each pipeline stage."""
+    n_stages = parse_mesh(config.parallel.mesh).split_of("splits_layers")
+    return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=n_stages)
 
 
 class Rows(NamedTuple):
