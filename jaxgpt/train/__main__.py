@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
             cluster.raise_if_any(error)
             clock.enter("prepare")
             monitor = cluster.monitor
-            # Preparing the run may involve converting hundreds of gigabytes of weights.
+            # Preparation may convert hundreds of gigabytes of weights.
             monitor.heartbeat("the preparation of the run directory", 8 * SLOW_PHASE)
             n_devices = None
             if config.train.batch_size_per_device is not None:
@@ -119,10 +119,10 @@ def _earlier_saves(run: Run) -> list[dict[str, Any]]:
 
 
 def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return how many seconds to wait for all processes to join, and the hang watchdog's timeout.
+    """Return the seconds to wait for all processes to join, and the hang watchdog's timeout.
 
-    The watchdog's timeout is None if train.hang_timeout is None. `config` is None if the
-    configuration is invalid; the processes still join, so that all of them exit with the error.
+    `config` is None if the configuration is invalid; the processes still join, so that all of
+    them exit with the error.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

@@ -39,15 +39,15 @@ from jaxgpt.train.sharded_model import ShardedModel, choose_n_slices, shard_mode
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import Metrics, train_step
 
-# By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. It then merges a
-# recomputation with the original computation, which keeps the results in memory.
+# By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. It then merges
+# recomputed operations with the originals, so their results stay in memory.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# Initialisation runs once, so LLVM's expensive passes for CPUs would take longer than they save.
+# Initialisation runs once, so LLVM's expensive passes would take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 # Overlap collectives with computation. On a single GPU there are no collectives.
 SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
-# still chooses kernels by timing them when it compiles; the compile cache keeps the choice.
+# still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 # With Triton, XLA computes the products of kernels/float8.py in bfloat16. It does the same if it
 # merges products that share an operand, such as those of queries and keys.
@@ -114,10 +114,10 @@ def make_steps(
 
     Args:
         attend: the attention function; by default, the kernel that model.attention selects.
-        slices: number of slices that a device splits its rows of a microbatch into; by default, the
-            result of `choose_n_slices` on CPUs and 1 on other devices.
+        slices: number of slices of each device's part of a microbatch; by default, the result of
+            `choose_n_slices` on CPUs and 1 on other devices.
         on_cpu: whether to compile for CPUs; by default, inferred from the devices in `mesh`.
-        has_masks: whether batches have a weight for each target (`Dataset.has_masks`).
+        has_masks: whether batches have loss weights (`Dataset.has_masks`).
 
     Raises:
         UsageError: if the kernel that model.attention names cannot run, if the mesh does not fit

@@ -28,11 +28,11 @@ def make_evaluator(
 ) -> Callable[[int, Params], EvalRecord]:
     """Return a function (step, params) -> `EvalRecord` with the mean loss of each split.
 
-    The losses are in nats per token, weighted by the loss weights of the targets; NaN if all
-    weights are 0. If the data has several corpora, the record also has the losses for each corpus.
-    Every call evaluates the same train.eval_iters batches of each split, and calls
-    `heartbeat(activity)` before each batch. All processes call the function together. It raises
-    `UsageError` if the data cannot be read.
+    The losses are means in nats per token, weighted by the loss weights; NaN if all weights are 0.
+    If the data has several corpora, the record also has the losses for each corpus. Every call
+    evaluates the same train.eval_iters batches of each split, and calls `heartbeat(activity)`
+    before each batch. All processes call the function together. It raises `UsageError` if the data
+    cannot be read.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)

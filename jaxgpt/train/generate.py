@@ -1,4 +1,4 @@
-"""Generation of text: fill the KV cache with a prompt, then decode one token at a time."""
+"""Text generation: fill the KV cache with the prompt, then decode one token at a time."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,35 +15,35 @@ from jaxgpt.train.inference import DecodeFn
 
 
 class Text(NamedTuple):
-    """A text during its generation."""
+    """A sequence that is being generated."""
 
     tokens_S: jax.Array  # int32 (S,): the prompt, the generated tokens, then padding
     n: jax.Array  # int32: number of tokens before the padding
-    caches: Any  # KV caches; they do not include the last token yet
+    caches: Any  # KV caches, without the last token
 
 
 class Generator(NamedTuple):
-    """Two functions that generate one text; `jax.vmap` makes them generate several.
+    """Two functions that generate one sequence; use `jax.vmap` for several.
 
     The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
-    The text may grow beyond model.block_size. With rotary positions, each layer then attends to the
-    cached keys and values of the last model.block_size tokens. With learned positions, each new
+    The sequence may grow beyond model.block_size. With rotary positions, each layer then attends to
+    the cached keys and values of the last model.block_size tokens. With learned positions, each new
     token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the last
     model.block_size tokens are then recomputed for every new token.
     """
 
     start: Callable[[Params, jax.Array, jax.Array], Text]
-    """(params, window, length) -> the text before the first generated token.
+    """(params, window, length) -> the prompt as a `Text`.
 
     `window` is int32 and holds at most model.block_size tokens: the prompt of `length` tokens, then
     padding.
     """
     extend: Callable[[Params, Text, jax.Array, Any, Any, Any], Text]
-    """(params, text, seed, first, n_cached, end) -> the text with the generated tokens up to `end`.
+    """(params, text, seed, first, n_cached, end) -> `text` with the generated tokens up to `end`.
 
     Generated token i is drawn with a key derived from `seed` and i, so it does not depend on the
-    number of calls. The first `n_cached` tokens are decoded with the KV cache. They must be all the
-    tokens generated before the prompt and its continuation reach model.block_size.
+    number of calls. The first `n_cached` tokens are decoded with the KV cache. These must be all
+    the tokens generated before the sequence reaches model.block_size.
     """
 
 
@@ -88,7 +88,7 @@ def make_generator(
         def recompute_step(carry: Any) -> Any:
             i, text = carry
             context = tokens_1N(text.tokens_S, jnp.maximum(text.n - T, 0), T)
-            # In a batch, some texts may still be shorter than T.
+            # In a batch, some sequences may still be shorter than T.
             logits_1V, _ = decode(empty_caches, context, 0, jnp.minimum(text.n, T) - 1)
             return i + 1, append(text, i, logits_1V, text.caches)
 
@@ -125,7 +125,7 @@ def make_generate(
 
 
 def cached_tokens(n_positions: int | None, length: Any) -> Any:
-    """Return how many tokens can be generated with the KV cache after `length` tokens."""
+    """Return how many tokens the KV cache can generate after a prompt of `length` tokens."""
     return np.iinfo(np.int32).max if n_positions is None else n_positions + 1 - length
 
 
@@ -145,7 +145,7 @@ def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array)
 
 
 def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Return `size` tokens of a text, starting at index `first`, as one row (1, size)."""
+    """Return `size` tokens, starting at index `first`, as one row (1, size)."""
     return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
 

@@ -28,7 +28,7 @@ from jaxgpt.train.step import weighted_mean
 # (logits_1V, updated cache); see `decode_step`.
 DecodeFn = Callable[..., tuple[jax.Array, Cache]]
 
-SMALL_BYTES = 2**28  # up to this total size, each device gathers all parameters to decode
+SMALL_BYTES = 2**28  # largest total size for which each device gathers all parameters to decode
 
 
 def eval_losses(
@@ -73,9 +73,9 @@ def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.A
     `eval_tokens` computes its scores from the same logits.
 
     Args:
-        tokens: int32 (B, T+1), as for `eval_tokens`. The last token of a row is not an input.
+        tokens: int32 (B, T+1), as for `eval_tokens`. Each row's last token is not an input.
 
-    V is the size of the vocabulary without padding.
+    V excludes the padding of the vocabulary.
     """
 
     def logits(network: GPT, batch: Batch) -> jax.Array:
@@ -116,10 +116,10 @@ def _map_rows(
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:
     """Return the decode function for these parameters, and an empty KV cache.
 
-    If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes the
-    whole text, because distributing so little work would cost more time than it saves. Larger
-    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. Every pipeline stage
-    gathers all layers, once per call. On a single CPU, a large model has a separate array for each
+    If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes all
+    tokens, because distributing so little work would take more time than it saves. Larger
+    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. Each pipeline stage
+    gathers all layers once per call. On a single CPU, a large model has a separate array for each
     layer (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
@@ -154,7 +154,7 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 def _sharded_decode(
     model: ShardedModel, graph: nnx.GraphDef, params: Params, *operands: Any
 ) -> tuple[jax.Array, Cache]:
-    """Compute `decode_step` with sharded parameters; each device caches its own heads."""
+    """Compute `decode_step` with sharded parameters; each device caches only its heads."""
 
     def local(params: Params, *operands: Any) -> tuple[jax.Array, Cache]:
         params, grad_accumulators = local_params(params, model.layouts)

@@ -27,12 +27,12 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """The step after which `run_steps` returned, and the reason."""
+    """The last step of a call of `run_steps`, and why it returned."""
 
     step: int
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
-    corrupted: tuple[int, ...] = ()  # devices whose parameters differ from the other replicas
+    corrupted: tuple[int, ...] = ()  # mesh indices of devices that differ from their replicas
     failure: str = ""  # why the run cannot continue
 
 
@@ -92,9 +92,9 @@ def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train to the end of the run, restarting after corruption and after spikes that need a rewind.
 
-    All processes call this together. Raises `UsageError` like `run_steps`, `before_spike`,
-    `after_corruption` and `restart_from`, and `OSError` on process 0 if metrics.jsonl cannot be
-    read. If the run cannot restart, the result has a `failure`.
+    All processes call this together. If the run cannot restart, the result has a `failure`. Raises
+    `OSError` on process 0 if metrics.jsonl cannot be read, and the `UsageError`s of `run_steps`,
+    `before_spike`, `after_corruption` and `restart_from`.
     """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:
@@ -159,8 +159,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
-        # After a failure, save only if the state has changed since the last save. Saving the same
-        # state again could evict an older checkpoint, which may be the better one.
+        # After a failure, save only if the state has changed since the last save. Saving it again
+        # could evict an older checkpoint, which may be a better one.
         saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
         corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
@@ -191,10 +191,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Return the mesh indices of devices whose parameters differ from the other replicas.
+    """Compare replicas, if this is due, and return the mesh indices of devices that differ.
 
-    If train.verify_interval is set, devices are compared at this interval and before every save.
-    The result is empty if no comparison is due. All processes call this together.
+    If train.verify_interval is set, replicas are compared at this interval and before every save.
+    All processes call this together.
     """
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):

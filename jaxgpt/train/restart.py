@@ -38,11 +38,11 @@ MAX_CORRUPTIONS = 3  # limit per checkpoint; more would suggest a faulty device,
 
 
 class DeviceFailed(Exception):
-    """Raised to terminate a run because a device repeatedly produces wrong results."""
+    """Raised to end a run because a device repeatedly computes wrong results."""
 
 
 class Job(NamedTuple):
-    """The parts of a run that stay the same across restarts."""
+    """The parts of a run that restarts do not change."""
 
     cluster: ProcessGroup
     steps: CompiledFunctions
@@ -115,7 +115,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run with the JSON, the steps to skip and the missing records of a checkpoint."""
+    """Return the run with the given checkpoint's JSON, steps to skip and missing records."""
 
     def on_process_0() -> dict[str, Any] | None:
         if not cluster.is_main:
@@ -144,7 +144,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
     """
 
     def on_process_0() -> int | None:
-        # If `checkpoint` is None, the damage is in the weights of train.init_from.
+        # If `checkpoint` is None, the weights of train.init_from are damaged.
         if not cluster.is_main or checkpoint is None or run.config.checkpoint.on_damage == "refuse":
             return None
         return max((s for s in valid_checkpoints(run.directory) if s < checkpoint), default=None)
@@ -213,9 +213,9 @@ def load_weights(
 def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int | None, Cause]:
     """Return the checkpoint to rewind to after a loss spike, and the cause of the restart.
 
-    The checkpoint is None for the state before the first step. `last` is the last step that the run
-    has completed. All processes call this together. Raises `NoRewind` on all of them if the run
-    cannot rewind, and `UsageError` if a checkpoint's JSON or rewinds.json cannot be read.
+    The checkpoint is None for the state before the first step. `last` is the last completed step.
+    All processes call this together. Raises `NoRewind` on all of them if the run cannot rewind, and
+    `UsageError` if a checkpoint's JSON or rewinds.json cannot be read.
     """
     record = job.report.spike_record(spike)
 
@@ -246,9 +246,9 @@ def after_corruption(
     processes call this together.
 
     Args:
-        devices: mesh indices of the devices whose parameters differ from their replicas.
+        devices: mesh indices of devices whose parameters differ from those of their replicas.
         last: the step after which the difference was found.
-        earlier: the checkpoints that earlier calls returned. This call appends its own.
+        earlier: the checkpoints that earlier calls returned; this call appends its result.
 
     Raises:
         DeviceFailed: the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint.

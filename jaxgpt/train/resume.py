@@ -1,4 +1,4 @@
-"""Checks on the checkpoint that a run resumes from, or on the weights that it starts from."""
+"""Checks on the checkpoint or the initial weights that a run starts from."""
 
 import shutil
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ from jaxgpt.tracking.jsonl import METRICS, read_records
 
 # `model` keys that may change when a run resumes.
 _FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
-# `model` options that may differ from those the initial weights were trained with, because they do
-# not affect any parameter array.
+# `model` options that may differ from those of the initial weights, because they do not affect any
+# parameter array.
 _WITHOUT_ARRAYS = {
     "norm_eps", "rope_theta", "rope_scaling", "local_rope_theta", "layers", "sliding_window",
     "logit_softcap", "scale_embeddings", "query_pre_attn_scalar",
@@ -52,9 +52,9 @@ _NOT_REPORTED = (
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
 
-    `step` is the checkpoint to resume from. At the start of a run, it is None, and records are due
-    only if train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as
-    missing. Raises `OSError` if metrics.jsonl cannot be read.
+    `step` is the checkpoint to resume from, or None for a new run, whose records are due only if
+    train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as missing.
+    Raises `OSError` if metrics.jsonl cannot be read.
     """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
@@ -87,7 +87,7 @@ def check_resume(
             "or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
-    # A run that predates a key behaved as if the key had its default value.
+    # Before a key existed, runs behaved as if it had its default value.
     defaults = Config().to_dict()
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
@@ -114,7 +114,7 @@ def check_resume(
 
 
 def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
-    """Return whether a run must keep the value of a setting when it resumes."""
+    """Return whether a setting must not change when a run resumes."""
     if name == "optimizer.momentum":
         return config.optimizer.name == "sgd" and 0 in values
     is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
@@ -155,7 +155,7 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return one log line if the run is longer than the learning-rate decay, else no lines."""
+    """Return a log line if the run is longer than the learning-rate decay."""
     optimizer, end = config.optimizer, config.train.max_iters
     last = optimizer.lr_decay_iters
     if optimizer.schedule == "constant" or end <= last:
@@ -230,7 +230,7 @@ def prepare_weights(
 
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
     folder is converted into the run directory, and the tokenizer's files are copied there. In the
-    config, train.init_from is absolute, and data.tokenizer is set if only the weights have a
+    config, train.init_from is absolute, and data.tokenizer is set if only the weights come with a
     tokenizer. Raises `UsageError` if the weights cannot be read, if the model does not match them,
     or if the tokenizer does not match them and data.accept_changes is not set. Raises `OSError` if
     the tokenizer's files cannot be copied.
@@ -254,7 +254,7 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a log line with the options, if any, that differ from those of the weights' model.
+    """Return a log line with the options that differ from those of the weights, if any.
 
     Raises `UsageError` if such an option affects the parameter arrays.
     """
@@ -284,7 +284,7 @@ def _share_tokenizer(
     """Check that the data and the weights have the same tokenizer; return the config and log lines.
 
     Hugging Face files that accompany the weights are copied into the run directory. If the data has
-    no tokenizer, but the weights have one in a file, the run uses that one. Raises `UsageError` if
+    no tokenizer, the run uses a tokenizer file that comes with the weights. Raises `UsageError` if
     the tokenizers differ, unless data.accept_changes is set.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
@@ -318,10 +318,10 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
-    The ranges include those that were skipped before the checkpoint. They are flat, as in
-    train_range_to_skip: first, last, first, last, ... There is a warning for each range in `asked`
-    that contains steps already trained before the checkpoint. Raises `UsageError` if the checkpoint
-    has a setting that this version does not know.
+    The ranges include those skipped before the checkpoint. Their format is that of
+    train_range_to_skip: first, last, first, last, ... Each range in `asked` that contains steps
+    trained before the checkpoint causes a warning. Raises `UsageError` if the checkpoint has a
+    setting that this version does not know.
 
     Args:
         asked: the ranges of train_range_to_skip.

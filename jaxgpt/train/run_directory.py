@@ -54,12 +54,12 @@ from jaxgpt.train.resume import (
 )
 
 MIN_FREE_BYTES = 2**16  # disk space required for a run's first files
-FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # files that a resumed run updates
+FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # existing files that a run updates
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start. It is the same on every process."""
+    """A run that is ready to start. All processes hold the same values."""
 
     config: Config  # with model.vocab_size, `out` and the skip ranges of earlier commands
     directory: Path
@@ -143,7 +143,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
     """Raise `UsageError` if the data or the tokenizer differs from that on process 0."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # Only the first process of each host compares hashes, unless a process has different paths.
+    # One process per host compares hashes, and so does any process with different paths.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -217,7 +217,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the facts about the processes of this start that are known before JAX starts."""
+    """Return facts about the processes that are known before JAX starts."""
     return {
         "processes": cluster.size,
         "hosts": list(dict.fromkeys(cluster.host_names)),
@@ -227,10 +227,10 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges that this command and earlier ones asked to skip, plus notes for the log.
+    """Return the ranges to skip, from this command and earlier ones, and notes for the log.
 
-    `kept` is the config.yaml that earlier commands wrote. A note is added if this file is missing
-    or damaged.
+    `kept` is the config.yaml that earlier commands wrote. A note is added if it is missing or
+    damaged.
     """
     asked = list(skip_ranges(config))
     try:
@@ -317,9 +317,9 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
     """Return the run directory, created if necessary and locked until `at_end` is closed.
 
-    Some file systems do not support locks. If config.out is None, the directory is a new one,
-    runs/<config>-<time>. Raises `UsageError` if the directory is in use by another job, cannot be
-    written, is in the checkpoints folder of a run, or contains a folder where a file belongs or
+    On file systems without locks, it is not locked. If config.out is None, the directory is a new
+    one, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another job, is not
+    writable, is in the checkpoints folder of a run, or contains a folder where a file belongs or
     vice versa.
     """
     # A run may delete anything in its checkpoints folder, so another run must not write there.

@@ -29,7 +29,7 @@ from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
-    """Everything that the training loop uses in every step. Restarts do not change it."""
+    """Everything that the training loop uses in every step, unchanged by restarts."""
 
     job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # `CompiledFunctions.train_step`
@@ -39,8 +39,8 @@ class Trainer(NamedTuple):
     stop: StopSignal
     profile: StepProfile
     # Number of steps started, for `StopSignal`. Unlike the step number, it does not decrease on a
-    # rewind. It starts at 1, because JAX stops the job at tick 1 if a signal arrives before the
-    # first step.
+    # rewind. It starts at 1, because JAX stops the job at 1 if a signal arrives before the first
+    # step.
     ticks: Iterator[int]
 
 
@@ -110,7 +110,7 @@ def set_up(
 
 
 def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return warnings about a layout that works but is slow, or differs from the requested one."""
+    """Return warnings about a layout that is slow or differs from the requested one."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 

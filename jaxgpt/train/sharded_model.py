@@ -1,4 +1,4 @@
-"""The network on a mesh: the sharding of parameters and gradients, and the division of work."""
+"""The network on a mesh: how parameters, gradients and work are divided among devices."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout, ShardedParam
 from jaxgpt.perf.hardware import find_device
 
-SLICE_BYTES = 2**29  # target for a slice's activations; larger and much smaller slices are slower
+SLICE_BYTES = 2**29  # target for a slice's activations; larger or much smaller slices are slower
 GRADIENTS_PER_SLICE = 4  # the target is at least this multiple of the gradients' size
 
 
@@ -40,10 +40,10 @@ class ShardedModel(NamedTuple):
     layouts: Any  # tree with the `ParamLayout` of every parameter
     context: ParallelContext
     graph: nnx.GraphDef  # the network without parameters
-    n_slices: int  # number of slices that each device splits its rows of a microbatch into
+    n_slices: int  # number of slices of each device's part of a microbatch
     schedule: Schedule = ACCUMULATE
     warnings: tuple[str, ...] = ()
-    context_note: str = ""  # how attention is computed if an axis splits the sequence, for the log
+    context_note: str = ""  # for the log: how attention is computed if an axis splits the sequence
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
@@ -65,8 +65,8 @@ class ShardedModel(NamedTuple):
         """Return the network with this device's parameter shards, for use inside `jax.shard_map`.
 
         Args:
-            grad_accumulators: zeros from `local_params`. To get the gradients of the parameters,
-                differentiate with respect to these; see `parallel.zero.ShardedParam`.
+            grad_accumulators: zeros from `local_params`. Differentiate with respect to these to get
+                the gradients of the parameters; see `parallel.zero.ShardedParam`.
             params: this device's shards, from `local_params`.
         """
         return nnx.merge(
@@ -93,7 +93,7 @@ def shard_model(
     Args:
         config: with model.vocab_size set.
         attend: the attention function.
-        n_slices: number of slices that each device splits its rows of a microbatch into.
+        n_slices: number of slices of each device's part of a microbatch.
         on_cpu: whether the devices are CPUs.
 
     Raises:
@@ -184,7 +184,7 @@ def param_layout(
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)
     layer_axes = mesh_axes_with("splits_layers", mesh)
-    if sharding.split_dim(param, layer_axes) is None:  # a stage uses it in part or not at all
+    if sharding.split_dim(param, layer_axes) is None:  # each stage uses part of it or nothing
         partial_axes = (*partial_axes, *layer_axes)
     return ParamLayout(
         param=param,
@@ -198,13 +198,13 @@ def param_layout(
 
 
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
-    """Return the number of equal slices that a CPU splits its rows of a microbatch into.
+    """Return the number of equal slices of each CPU's part of a microbatch.
 
     Slices are processed one after another, like microbatches. This saves memory and is faster on
     CPUs. The number divides the number of rows, and is chosen so that the activations of a slice
     take about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is
-    more. It is 1 unless the mesh splits only the batch over devices, because a slice would have to
-    gather weights or communicate. model.vocab_size must be set.
+    more. It is 1 if the mesh splits anything but the batch, because every slice would have to
+    communicate. model.vocab_size must be set.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

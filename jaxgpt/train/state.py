@@ -111,10 +111,10 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 
 
 def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
-    """Return the JSON that a checkpoint stores about the state, and about where it was computed.
+    """Return the JSON that a checkpoint stores about the state and the job that computed it.
 
-    The keys are `mesh`, `processes`, `jax` and `spike_state`. The state of the spike detector is
-    not among the arrays, because spike.window may change when a run resumes.
+    The keys are `mesh`, `processes`, `jax` and `spike_state`. The spike detector's state is here
+    and not in the arrays, because spike.window may change when a run resumes.
     """
     return {
         "mesh": describe(mesh),

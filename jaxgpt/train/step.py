@@ -59,11 +59,11 @@ STEP_METRICS = {
 
 
 class Metrics(NamedTuple):
-    """Results of a step other than the new state."""
+    """Results of a step, apart from the new state."""
 
     scalars: dict[str, jax.Array]  # the value of each metric in `STEP_METRICS`
     row_losses: jax.Array  # weighted mean loss of each row in nats: float32 (B,)
-    row_weights: jax.Array | None  # sum of each row's weights: float32 (B,); None without a mask
+    row_weights: jax.Array | None  # sum of each row's weights: float32 (B,), or None without a mask
     detection: Detection
     layers: dict[str, jax.Array] | None = None
     """The result of `layer_values`."""

@@ -1,4 +1,4 @@
-"""The last lines of a run's log: its loss and throughput as sparklines, and where to look next."""
+"""The last lines of a run's log."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ WIDTH = 30  # maximum number of bars in a sparkline, so that the line fits 80 co
 
 
 def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
-    """Return a short summary of a run: sparklines, and where to find its log and curves.
+    """Return a summary: sparklines of the loss and throughput, and the paths of the log and curves.
 
     `views` is the result of `Trackers.views`. Raises `OSError` if metrics.jsonl cannot be read.
     """
@@ -32,7 +32,7 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a line of at most `WIDTH` bars; each shows the mean of a part of `values`."""
+    """Return at most `WIDTH` bars; each shows the mean of several consecutive `values`."""
     n = min(WIDTH, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]
     parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]

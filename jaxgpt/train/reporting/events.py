@@ -29,7 +29,7 @@ def events(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[Event]:
         out.append(Event("rewind", r["spike"], r["spike"], text, r))
     for first, last in skipped_ranges(records["train"]):
         out.append(Event("skip", first, last, f"steps {first}-{last}"))
-    # The step after which each start of the run began, newest first.
+    # Last step before each start of the run, newest start first.
     starts = {r.start: r.after for r in reversed(goodput_records(records["goodput"]))}
     texts = [("restart", after, f"after step {after}") for after in [*starts.values()][:-1]]
     texts += [("straggler", r["step"], straggler_line(r)) for r in records["straggler"]]

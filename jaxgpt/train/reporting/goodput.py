@@ -1,10 +1,9 @@
 """Goodput: the share of a run's wall time, across restarts, spent on steps that were kept.
 
-Each time a run is started or resumed, it appends records to metrics.jsonl that say how the time
-since the previous record was spent. After a job is killed, the time from its last record to the
-start of the next job counts as `down`. After a job finishes, or stops with a checkpoint, the time
-until the next job starts is not counted. A job that is killed before it has restored the state
-leaves no record.
+A run appends records to metrics.jsonl that show how the time since the previous record was spent.
+After a job is killed, the time from its last record to the start of the next job counts as `down`.
+After a job finishes, or stops with a checkpoint, the time until the next job starts is not counted.
+A job that is killed before it has restored the state leaves no record.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ class Goodput:
             self.write()
 
     def write(self, is_last: bool = False) -> None:
-        """Write a record. `is_last` means that the run is done, or stopped with a checkpoint."""
+        """Write a record. `is_last`: whether the run is done or has stopped with a checkpoint."""
         before, now = self._logged, self._clock.seconds()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
         self._log(
@@ -79,8 +78,8 @@ def goodput_records(found: Sequence[dict[str, Any]]) -> list[GoodputRecord]:
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     """Return the total seconds of each activity of a run, including `lost` and `down`.
 
-    `records` must be sorted, oldest first. Steps count as lost, and not as `step`, if a later
-    record starts again from an earlier step. The step time of a record is divided equally among its
+    `records` must be sorted, oldest first. Steps count as `lost` instead of `step` if a later
+    record starts from an earlier step. The step time of a record is divided equally among its
     steps.
     """
     total = dict.fromkeys(TIMES, 0.0)
@@ -90,7 +89,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     for before, after in zip(records, records[1:], strict=False):
         if not before.is_last:
             total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # no later record repeats the steps up to this one
+    kept = float("inf")  # later records repeat no steps up to this one
     for record in reversed(records):
         first = max(record.after, kept)
         if record.step > first:
@@ -105,7 +104,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
 def goodput_line(records: Sequence[GoodputRecord]) -> str:
     """Return a log line with a run's goodput and the seconds of each activity, longest first.
 
-    Activities of less than 0.05 s are left out.
+    Activities that took less than 0.05 s are omitted.
     """
     total, n = account(records), n_starts(records)
     parts = sorted(total.items(), key=lambda part: -part[1])

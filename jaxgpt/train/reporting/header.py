@@ -19,7 +19,7 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
 
-# Prefixes of notes, from `initialize_jax` or its caller, that the console does not show.
+# Prefixes of notes in `facts` that the console does not show.
 USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none, ")
 
 
@@ -104,7 +104,7 @@ def summary_lines(
 
 
 def _untraced_lines(run: Run) -> list[str]:
-    """Return one line if profile_steps is set, but all its steps are past or skipped."""
+    """Return a line if profile_steps is set, but all its steps are past or skipped."""
     skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
     if not traced or any(step not in skips for step in left):
@@ -116,7 +116,7 @@ def _untraced_lines(run: Run) -> list[str]:
 
 
 def _optimizer_lines(config: Config) -> list[str]:
-    """Return one line about the parameters that Muon and AdamW update; without Muon, no lines."""
+    """Return a line about the parameters that Muon and AdamW update, if the optimizer is Muon."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
@@ -130,7 +130,7 @@ def _optimizer_lines(config: Config) -> list[str]:
 
 
 def _batch_line(config: Config, steps: CompiledFunctions) -> str:
-    """Return a line about the size of the global batch and each device's part of it."""
+    """Return a line about the global batch size and the batch size per device."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
     rows = steps.batch_sharding.shard_shape((train.batch_size, block_size + 1))[0]
@@ -143,7 +143,7 @@ def _batch_line(config: Config, steps: CompiledFunctions) -> str:
 
 
 def _vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
-    """Return one line if the data's tokenizer uses at most half the vocabulary, else no lines."""
+    """Return a line if the data's tokenizer uses at most half the vocabulary."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:
         return []

@@ -1,6 +1,6 @@
 """Step metrics, fetched for several steps at once so that the device never waits for the host.
 
-All processes read the same numbers after the same steps, so they make the same decisions.
+All processes read the same values after the same steps, so they make the same decisions.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class MetricsBuffer:
         """Add the metrics of a step (None if it was skipped); return the metrics to report now.
 
         All buffered metrics are returned every train.log_interval steps, after the first step, and
-        if `everything` is set. Otherwise, the result is empty, unless the previous step calls for a
-        rewind: then all metrics up to that step are returned.
+        if `everything` is set. Otherwise, the result is empty unless the previous step calls for a
+        rewind, in which case it has the metrics up to that step.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
@@ -65,8 +65,8 @@ class MetricsBuffer:
     def failure(self, readings: list[StepMetrics]) -> str:
         """Return the reason why the run has to stop, or an empty string if it can continue.
 
-        The run has to stop after spike.max_consecutive_nonfinite non-finite steps in a row, or if
-        the loss of step train.max_iters is not finite.
+        A run has to stop after spike.max_consecutive_nonfinite consecutive non-finite steps, or if
+        the last step's loss is not finite.
         """
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]

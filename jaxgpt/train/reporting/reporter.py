@@ -1,4 +1,4 @@
-"""Reporting on process 0: the console, the trackers, and the files that describe a run."""
+"""Reporting on process 0: console, trackers and the files that describe a run."""
 
 import contextlib
 import functools
@@ -53,8 +53,8 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 class Reporter:
     """Writes the log, the records and the files that describe a run.
 
-    Every process has a reporter. Process 0 prints, and writes all files. The others write only
-    their own log, if train.log_all_ranks is set.
+    Every process has a reporter. Process 0 prints and writes all files. The others only write a
+    log, if train.log_all_ranks is set.
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
@@ -80,7 +80,7 @@ class Reporter:
         self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Log the header of a run, and write cluster.json and, for a new run, config.yaml.
+        """Log the header, and write cluster.json and, for a new run, config.yaml.
 
         If the log is new, the legend of the training lines follows; without a terminal, only the
         log gets it. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
@@ -122,7 +122,7 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """Log the restored checkpoint, if any, with the mesh that saved it and this run's mesh."""
+        """If the run resumed, log the checkpoint's step and mesh, and the current mesh."""
         then, now = self._run.resume_meta, describe(self._steps.mesh)
         if self._run.resume_step is not None:
             self.info(
@@ -156,7 +156,7 @@ class Reporter:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
         self._step_ended = self.clock.spent("step", "data")  # clock reading after the last step
-        self._corpora: dict[int, Any] = {}  # step -> corpora of its rows, until its losses arrive
+        self._corpora: dict[int, Any] = {}  # step -> corpora of rows whose losses are pending
         # For each step since the last log line: the corpora, losses and weights of its rows.
         self._corpus_rows: list[tuple[Any, Any]] = []
 
@@ -182,7 +182,7 @@ class Reporter:
     def gather_host_times(self, step: int) -> None:
         """Send this process's host times to process 0, which logs stragglers.
 
-        This happens every train.log_interval steps if there are several processes. The times are
+        With several processes, this happens every train.log_interval steps. The times are
         piggybacked on the next heartbeat, so nothing waits for them.
         """
         if self._cluster.size == 1 or step % self._config.train.log_interval:
@@ -195,10 +195,10 @@ class Reporter:
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report that a step was dispatched or, if `metrics` is None, that it was skipped.
 
-        `known` holds the metrics of this step and earlier ones that have arrived on the host. All
-        processes call this together: the first call for a step that was not skipped waits for that
-        step, gathers the start-up times of all processes and writes startup.json. Raises
-        `UsageError` on process 0 if the file cannot be written.
+        `known` holds the metrics that have arrived on the host since the last call. All processes
+        call this together. The first call for a trained step waits for the step, gathers the
+        start-up times of all processes and writes startup.json. Raises `UsageError` on process 0 if
+        the file cannot be written.
         """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
@@ -246,7 +246,7 @@ class Reporter:
         )
 
     def _seconds_left(self, step: int) -> float | None:
-        """Return the time left at the average speed since the first step; None before that."""
+        """Return the seconds left at the average speed since the first step; None before that."""
         began, first = self._began
         if step <= first:
             return None
@@ -366,7 +366,7 @@ class Reporter:
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
         """Log how the run ended, and close every log.
 
-        The losses of the evaluation after `step`, if there was one, are appended to `last_line`.
+        If there was an evaluation after `step`, its losses are appended to `last_line`.
         `has_failed` is True unless the run has finished or has stopped with a checkpoint.
         """
         self._console.end_progress()
@@ -378,7 +378,7 @@ class Reporter:
             facts = {"step": self._goodput.last, "max_iters": self._config.train.max_iters}
             log_start(self._run.directory, "end", {**facts, "failed": has_failed})
         if self._trackers is not None:
-            # The state is saved, so the run must not fail if the file system is unreachable now.
+            # The state is already saved, so an unreachable file system must not make the run fail.
             with contextlib.suppress(OSError):
                 self.info(goodput_line(read_goodput(self._run.directory)))
                 for line in ending_lines(self._run.directory, self._trackers.views()):
@@ -407,7 +407,7 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the figures on a run's log lines by name; those in train.log_columns have rank -1.
+    """Return the figures for log lines, by name; those in train.log_columns have rank -1.
 
     Raises `UsageError` if train.log_columns contains an unknown name.
     """

@@ -22,11 +22,11 @@ INTERVALS = 3
 
 
 class Stragglers:
-    """Compares the processes of a job after every interval."""
+    """Compares the processes after every interval."""
 
     def __init__(self, host_names: Sequence[str]):
         self._hosts = host_names
-        self._messages: dict[int, str] = {}  # by rank, from the end of the last interval
+        self._messages: dict[int, str] = {}  # rank -> message, at the end of the last interval
         self._times: list[HostTimes] = []  # these messages, decoded
         self._slow = [0] * len(host_names)  # consecutive slow intervals of each process
         self.own: list[float] = []  # each process's own seconds per step in the last interval
