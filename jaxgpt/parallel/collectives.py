@@ -50,9 +50,9 @@ _all_to_all_sum.defvjp(
 
 
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
-    """Gather per-row (B,) or per-token (B, T) values of the global batch on every device.
+    """Gather values (B,) or (B, T) of the global batch on every device, inside `jax.shard_map`.
 
-    This is for use inside `jax.shard_map`. Logits (B, T, V) are also gathered over the vocabulary.
+    Logits (B, T, V) are also gathered over the vocabulary.
 
     Args:
         own: this device's values. If the sequence is split, each per-row value is a partial sum,
@@ -68,7 +68,7 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
         shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
         start.append(jax.lax.axis_index(axes) * n if axes else 0)
     zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))
-    # If the sequence is not split, each sum has one nonzero term, and is exact.
+    # If the sequence is not split, each sum has only one nonzero term, so it is exact.
     return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), over)
 
 

@@ -1,17 +1,18 @@
-"""Context parallelism: each device holds a slice of every sequence, also in attention.
+"""Context parallelism: each device holds a slice of every sequence.
 
-`split_sequence` turns an attention function for whole rows into one for slices of rows.
+`split_sequence` adapts an attention function for whole rows to slices of rows.
 
-Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and bring the
-results back. The attention kernel stays the same.
+Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and return the
+results. The attention kernel stays the same.
 
 Ring (arXiv 2310.01889): each device computes attention to one block of keys and values while it
 sends the block to the next device. With n devices, a row has 2n chunks, and device i holds the
-chunks i and 2n-1-i, an early and a late one (the zigzag layout of `zigzag_schedule`). Causal
-attention then takes equally long on all devices. A layer with a short window does not need the
-ring: each chunk fetches the keys of its window from the chunks before it.
+chunks i and 2n-1-i, an early and a late one (zigzag layout, `zigzag_schedule`). Causal attention
+then takes equally long on all devices. A layer with a short window does not need the ring: each
+chunk fetches the keys of its window from the chunks before it.
 
-Everything here runs inside `jax.shard_map`. The axes of the mesh are those that split the sequence.
+Everything here runs inside `jax.shard_map`. The argument `axes` holds the mesh axes that split the
+sequence.
 """
 
 import functools
@@ -46,10 +47,10 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 def choose_implementation(
     config: Config, shape: MeshShape, devices_per_host: int | None
 ) -> tuple[str, str]:
-    """Return the name of the implementation (parallel.context_impl), and the reason as a clause.
+    """Return an implementation, as in parallel.context_impl, and the reason for choosing it.
 
     Args:
-        devices_per_host: None if it is unknown, or if all devices share a host.
+        devices_per_host: None if it is unknown or all devices share a host.
     """
     model, chosen = config.model, config.parallel.context_impl
     if chosen != "auto":
@@ -91,7 +92,7 @@ def split_sequence(
 ) -> SequenceSplit:
     """Wrap an attention function for whole rows, if any axis splits the sequence.
 
-    For the last argument, see `choose_implementation`.
+    See `choose_implementation` for `devices_per_host`.
     """
     axes, unchanged = context.sequence_axes, lambda schedule: schedule
     if not axes:
@@ -111,7 +112,7 @@ def split_sequence(
 
 
 def gather_positions(at: Any, axes: Axes) -> Any:
-    """Gather the positions (..., T) of the devices' slices, in the order of the devices.
+    """Gather the positions (..., T) of all slices, in device order.
 
     Args:
         at: `models.attention.TokenPositions` of this device's tokens.
@@ -135,10 +136,10 @@ def ulysses_attention(
     window: int | None,
     keys_BH: jax.Array | None,
 ) -> jax.Array:
-    """Compute `attend` for whole rows on each device, for an equal share of this device's heads.
+    """Compute `attend` for whole rows and this device's share of the heads.
 
-    If the devices do not divide the key-value heads, these are first repeated until they do. There
-    are two all-to-alls, or three if there are fewer key-value heads than query heads.
+    Key-value heads are repeated until their number is divisible. There are two all-to-alls, or
+    three if there are fewer key-value heads than query heads.
 
     Returns:
         out_BTHK for this device's slice of the rows; see `Attention`.
@@ -168,10 +169,9 @@ def _all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
 
 
 def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
-    """Return a schedule that processes batches in the zigzag layout.
+    """Return a schedule that moves batches to the zigzag layout once per step.
 
-    It moves all arrays of the batch to the devices that need them, once per step. Hidden states are
-    returned in the order of the batch.
+    Hidden states are returned in the original layout.
     """
     axes = context.sequence_axes
 
@@ -196,7 +196,7 @@ def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
 def to_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
     """Move the chunks of rows (B, T, ...) from consecutive slices to the zigzag layout.
 
-    Device d has the chunks 2d and 2d+1 before, and an early and a late chunk after.
+    Device d holds the chunks 2d and 2d+1 before, and an early and a late chunk after.
     """
     even, odd = _zigzag_moves(jax.lax.axis_size(axes))
     first, second = jnp.split(x_BT, 2, axis=1)
@@ -214,7 +214,7 @@ def from_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _zigzag_moves(n: int) -> list[list[tuple[int, int]]]:
-    """Return the moves (from, to) of the even and of the odd chunks between n devices."""
+    """Return the (source, destination) pairs of n devices for the even and the odd chunks."""
     return [[(d, min(g, 2 * n - 1 - g)) for d in range(n) for g in [2 * d + odd]] for odd in (0, 1)]
 
 
@@ -227,7 +227,7 @@ def _swap_halves(first: jax.Array, second: jax.Array, is_swapped: jax.Array) -> 
 
 
 class Queries(NamedTuple):
-    """Queries; in the backward pass, also what their gradients need."""
+    """Queries, and in the backward pass the inputs of their gradients."""
 
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`
@@ -269,8 +269,8 @@ def ring_attention(
 ) -> jax.Array:
     """Compute attention for rows in the zigzag layout.
 
-    In layers with a window of up to half a row, each chunk fetches the keys of its window. In other
-    layers, all keys and values go around the ring.
+    In layers with a window of up to half a row, each chunk fetches only the keys in its window. In
+    other layers, all keys and values are sent around the ring.
 
     Returns:
         out_BTHK for this device's slice of the rows; see `Attention`.
@@ -311,7 +311,7 @@ def _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
 
 
 def _ring_backward(axes, mask, saved, d_out_BTGK):
-    # Without the barrier, XLA would not send the keys again, but keep all blocks of all layers.
+    # Without the barrier, XLA would store all blocks of all layers instead of sending them again.
     saved, d_out_BTGK = jax.lax.optimization_barrier((saved, d_out_BTGK))
     q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_BTG = saved
     delta_BTG = (d_out_BTGK.astype(lse_BTG.dtype) * out_BTGK).sum(axis=-1)
@@ -347,9 +347,9 @@ def _around_ring(
     k_at: Any,
     found: Any,
 ) -> Any:
-    """Return `found` after `found = process(step, keys, visible_pairs, found)` for each block.
+    """Apply `found = process(step, keys, visible_pairs, found)` to each block; return `found`.
 
-    The first block is this device's own. Each block is sent on while it is processed.
+    The first block is this device's own. Each block is forwarded while it is processed.
     """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     kv = jnp.stack([k_BTGK, v_BTGK])
@@ -366,12 +366,12 @@ def _around_ring(
 def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
     """Return the pairs of chunks (queries of device i, keys of `source`) with visible keys.
 
-    0 is a device's early chunk, and 1 is its late one. Every late chunk comes after all early ones,
-    and late chunks are in the opposite order of the devices. In each step, all devices have the
-    same number of pairs.
+    0 is a device's early chunk, and 1 is its late chunk. Every late chunk comes after all early
+    chunks, and the late chunks are in reverse device order. In each step, all devices have the same
+    number of pairs.
 
     Args:
-        step: number of times that the keys have been sent on; 0 for a device's own keys.
+        step: number of times that the keys have been forwarded; 0 for a device's own keys.
     """
     if step == 0:
         return [(0, 0), (1, 1), (1, 0)]  # `_merge` needs a chunk's own keys first
@@ -392,7 +392,7 @@ def _send_to_next(x: jax.Array, axes: Axes) -> jax.Array:
 def _merge(
     one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the results of `attend_block` for two blocks; `one` must have seen a key."""
+    """Merge two results of `attend_block`; each query must see a key in at least one block."""
     (out, lse), (other_out, other_lse) = one, other
     total = jnp.logaddexp(lse, other_lse)
     shares = (jnp.exp(x - total)[..., None] for x in (lse, other_lse))
@@ -400,7 +400,7 @@ def _merge(
 
 
 def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
-    """Compute attention of each chunk to its own keys and to the `window - 1` keys before them."""
+    """Let each chunk attend to its own keys and to the `window - 1` keys before them."""
     chunk, n_before = k_BTGK.shape[1] // 2, window - 1
     kv = jnp.stack([_halves(k_BTGK), _halves(v_BTGK)], axis=1)  # (2, 2, B, S, G, K)
     parts = [kv]
@@ -414,7 +414,7 @@ def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
 
 
 def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
-    """Return the positions of this device's two chunks and of the tokens before each.
+    """Return the positions of this device's two chunks and of the `n_before` tokens before each.
 
     Args:
         at: the positions of the whole row, in the zigzag layout.
@@ -434,7 +434,7 @@ def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
 
 
 def _from_chunk_before(x_2: jax.Array, axes: Axes) -> jax.Array:
-    """Return, for each chunk, the array (of keys and values) of the chunk before it in the row.
+    """Return, for each chunk, the array (of keys and values) of the preceding chunk.
 
     The first chunk of the row gets zeros.
     """
@@ -561,7 +561,7 @@ def _scale(keys: Keys) -> float:
 
 
 def _einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Multiply in y's dtype, and add up in float32 (float64 for float64 operands)."""
+    """Multiply in y's dtype and accumulate in float32 (float64 for float64 operands)."""
     dtype = _float32_or_64(y)
     return jnp.einsum(formula, x.astype(y.dtype), y, preferred_element_type=dtype)
 
@@ -638,7 +638,7 @@ def _halves_at(at: Any) -> Any:
 
 
 def _slice_of(at: Any, axes: Axes, device: Any) -> Any:
-    """Return the positions of the tokens of one device, from those of the whole row."""
+    """Select the positions of one device's tokens from those of the whole row."""
 
     def take(x: jax.Array) -> jax.Array:
         T = x.shape[-1] // jax.lax.axis_size(axes)

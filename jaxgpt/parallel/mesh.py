@@ -17,8 +17,8 @@ def make_mesh(
 ) -> Mesh:
     """Return a mesh of `shape.n_devices` devices.
 
-    Devices are ordered by host, then by process, so that `tensor`, the last axis, stays within a
-    host if possible, and the first axes, `stage` and `data`, cross hosts. On one host with CPUs or
+    Devices are ordered by host, then by process, so that the last axis, `tensor`, stays within a
+    host if possible, and the first axes, `stage` and `data`, span hosts. On one host with CPUs or
     GPUs, `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
     `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
 
@@ -38,7 +38,7 @@ def make_mesh(
 
 
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return the mesh that a config asks for.
+    """Return the mesh that a config specifies.
 
     Args:
         hosts: the host number of each process; see `make_mesh`.
@@ -80,7 +80,7 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a warning if any group of devices along `tensor` spans hosts, else an empty tuple.
+    """Return a warning if any group of devices along `tensor` spans hosts.
 
     Args:
         hosts: the host number of each device, in mesh order.

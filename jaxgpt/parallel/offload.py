@@ -25,18 +25,18 @@ def to_host(tree: Any) -> Any:
 
 
 def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
-    """Return `change(old, given)`, computed one layer at a time.
+    """Compute `change(old, given)` one layer at a time.
 
     Args:
-        change: function of `old` and `given` for one layer: arrays (1, ...) on the device. It
-            returns the new arrays (1, ...).
+        change: function of one layer's `old` and `given`, arrays (1, ...) on the device. It returns
+            the new arrays (1, ...).
         old: arrays (L, ...) to replace. The results have the same shapes and memory kinds.
         given: further arrays (L, ...), such as gradients.
     """
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:
-        # Without the barriers, XLA would read the old arrays again for each new array, and would
-        # have to copy all of them.
+        # Without the barriers, XLA would reread the old arrays for each new array, and would
+        # therefore copy all of them.
         own = jax.lax.optimization_barrier((layer(stacks, i), layer(given, i)))
         new = jax.lax.optimization_barrier(change(*own))
 
@@ -61,7 +61,7 @@ def match_memory(x: jax.Array, like: jax.Array) -> jax.Array:
 def stacked_in_host(
     make_block: Callable[[jax.Array], nnx.Module],
 ) -> Callable[[jax.Array], nnx.Module]:
-    """Return a function that makes stacked blocks, one at a time, in host memory.
+    """Return a function that makes stacked blocks in host memory, one at a time.
 
     Args:
         make_block: makes one block from one key; the returned function takes L keys.

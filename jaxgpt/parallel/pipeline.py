@@ -2,8 +2,8 @@
 
 A pipeline is a `Schedule` that runs inside `jax.shard_map`. All stages run the same program, a scan
 over ticks. In each tick, a stage runs one group of layers on one microbatch, and sends the result
-to the next stage. A stage without a microbatch in a tick (a bubble) computes on other data, and
-nothing uses the result.
+to the next stage. A stage without a microbatch in a tick (a bubble) computes a result that is not
+used.
 
 - `gpipe` (arXiv 1811.06965): each stage holds one group of consecutive layers.
 - `circular` (the interleaved schedule of arXiv 2104.04473, section 2.2): each stage holds v groups.
@@ -42,7 +42,7 @@ class LayerGroups(NamedTuple):
     """The division of a model's layers into S v groups of consecutive layers.
 
     Group g runs on stage g mod S. If the layers cannot be divided evenly, the first groups hold one
-    more layer (or one more layer pattern) than the others, whose stages have a padding layer.
+    more layer (or layer pattern), and the others are padded.
     """
 
     n_layers: int
@@ -63,7 +63,7 @@ class LayerGroups(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if each stage holds consecutive layers, and all stages hold equally many."""
+        """Whether each stage holds consecutive layers, and all stages hold equally many."""
         return self.is_even and self.n_repeats == 1
 
     @property
@@ -99,10 +99,9 @@ class LayerGroups(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A network whose weights have been gathered for all ticks of a step.
+    """A stage's network, with weights gathered for all ticks of a step.
 
-    It has the layers of one stage. The gradients with respect to its accumulators are not reduced
-    over devices.
+    The gradients with respect to the accumulators are not reduced over devices.
     """
 
     graph: nnx.GraphDef
@@ -189,7 +188,7 @@ class Pipeline:
     ) -> tuple[Any, jax.Array, Params]:
         """Compute the head, the loss and their gradients, one microbatch after another.
 
-        Only the logits of one microbatch are in memory.
+        Only one microbatch's logits are in memory at a time.
 
         Returns:
             `LossParts` of each microbatch, stacked. The gradients of `outputs`. The gradients of
@@ -212,7 +211,7 @@ class Pipeline:
         return parts, d_outputs, gradients
 
     def _load(self, pieces: Pieces) -> Network:
-        """Return the network with all its weights gathered, and with the layers of this stage."""
+        """Return the network with the layers of this stage, and with all weights gathered."""
 
         def gathered(param: ShardedParam) -> ShardedParam:
             layout = dataclasses.replace(param.layout, param=PartitionSpec(), accum=PartitionSpec())
@@ -285,7 +284,7 @@ class Pipeline:
         return jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, repeat * n, n), layers)
 
     def _zeros(self, pieces: Pieces, batches: Any) -> jax.Array:
-        """Return zeros with the shape of a microbatch's hidden states, varying as they do."""
+        """Return zeros like a microbatch's hidden states, marked as varying over the same axes."""
         first = jax.tree.map(lambda x: x[0], batches)
         shape = jax.eval_shape(lambda: pieces.embed(first, None))
         parallel = pieces.parallel
@@ -294,7 +293,7 @@ class Pipeline:
         return varying(zeros, frozenset(axes))
 
     def _sum_repeats(self, of_ticks: jax.Array, M: int) -> jax.Array:
-        """Return the sums (M, B) over this stage's repeats of values from all ticks."""
+        """Sum the values of all ticks over this stage's repeats; return an array (M, B)."""
         v, period = self.groups.n_repeats, max(M, self.groups.n_stages)
         stage = jax.lax.axis_index(self.axes)
         own = jax.lax.dynamic_slice_in_dim(of_ticks, stage, (v - 1) * period + M)
@@ -307,9 +306,9 @@ class Pipeline:
         return jnp.where(is_last, x, jnp.zeros_like(x))
 
     def _pad(self, x: jax.Array) -> jax.Array:
-        """Append zeros to arrays (M, ...), until the stages divide the number of microbatches.
+        """Append zeros to arrays (M, ...) until the length is a multiple of the number of stages.
 
-        Zeros in `Batch.weights` do not count in the loss.
+        Zeros in `Batch.weights` do not contribute to the loss.
         """
         return jnp.pad(x, ((0, -len(x) % self.groups.n_stages), *((0, 0),) * (x.ndim - 1)))
 
@@ -321,7 +320,7 @@ class Pipeline:
         )
 
     def _gather(self, own: jax.Array, M: int) -> jax.Array:
-        """Return the values (M, B) of all microbatches, given those of this stage's share."""
+        """Gather the values of all microbatches (M, B) from all stages."""
         start = jax.lax.axis_index(self.axes) * len(own)
         every = jnp.zeros_like(own, shape=(len(own) * self.groups.n_stages, *own.shape[1:]))
         every = jax.lax.dynamic_update_slice_in_dim(every, own, start, 0)
@@ -330,12 +329,11 @@ class Pipeline:
     def _exchange(self, stored: jax.Array, dim: int | None) -> jax.Array:
         """Return the layers that this stage runs, in order, given the part that it stores.
 
-        Each stage stores the layers that it runs if these are consecutive and equally many on all
-        stages. Otherwise, all-to-alls exchange them once per step.
+        These differ unless `groups.is_contiguous`. All-to-alls then exchange layers once per step.
 
         Args:
-            stored: consecutive layers of all L layers (L / S, ...), or a part of each layer.
-            dim: the dim that is split over the stages, counted from the end; None: no dim is.
+            stored: L / S consecutive layers, or a part of each layer.
+            dim: the dim that is split over the stages, counted from the end, or None.
         """
         if self.groups.is_contiguous:
             return stored

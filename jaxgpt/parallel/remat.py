@@ -16,8 +16,8 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
             results of linear layers and of sums over devices. `none` and `attention` leave the
             layer unchanged, because `attention` is implemented by `without_scores` in
             models/attention.py.
-        in_loop: whether the layer runs inside `jax.lax.scan`. There, XLA cannot merge the
-            recomputation with the original computation, so no barrier is needed.
+        in_loop: whether the layer runs inside `jax.lax.scan`. XLA cannot merge recomputed
+            operations with the originals there, so no barrier is needed.
     """
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:

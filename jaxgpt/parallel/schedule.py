@@ -1,7 +1,7 @@
 """Schedules, which run the forward and backward passes of a step on its microbatches.
 
-A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `accumulate` is the
-schedule for devices that hold all layers. Every other schedule has a file of its own.
+A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `ACCUMULATE` is the
+schedule for devices that hold all layers. See `pipeline.py` for pipeline schedules.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class Objective(NamedTuple):
 
     make_pieces: Callable[[Params, Params], Pieces]
     """(gradient accumulators, parameters) -> network. The forward pass does not read the
-    accumulators. The derivative with respect to them is the gradient of the parameters, reduced
-    and sharded as the accumulators are."""
+    accumulators. The gradient with respect to them is the gradient of the parameters, reduced and
+    sharded like the accumulators."""
     scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
     adds_in_place: bool = False  # whether the backward pass returns accumulators plus gradients
 
@@ -43,8 +43,8 @@ class Objective(NamedTuple):
 class Microbatches(NamedTuple):
     """This device's part of the global batch, to be processed as n microbatches.
 
-    Microbatch i takes every n-th row of each device, starting at row i. These are also every n-th
-    row of the global batch, starting at row i.
+    Microbatch i consists of every n-th row of each device, starting at row i. This is also every
+    n-th row of the global batch, starting at row i.
     """
 
     batch: Any
@@ -53,7 +53,7 @@ class Microbatches(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The two functions that run a network on devices that hold all layers or only some of them."""
+    """The two functions that run a network on devices with all layers or only some of them."""
 
     run_all_blocks: Callable[[Pieces, Any, jax.Array | None], tuple[jax.Array, dict[str, Any]]]
     """The forward pass, for evaluation: (pieces, batch, dropout key) -> (x_BTD after the network's
@@ -73,10 +73,10 @@ def run_all_blocks(
 def accumulate(
     objective: Objective, params: Params, grad_accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
-    """Process one microbatch after another, and sum their losses and gradients; see `Schedule`.
+    """Sum the losses and gradients of one microbatch after another; see `Schedule`.
 
-    The losses of single rows are returned in the order of the rows. `microbatches.n` must divide
-    their number.
+    Per-row losses are returned in the order of the batch. `microbatches.n` must divide the number
+    of rows.
     """
     batch, n, key = microbatches
 
@@ -92,7 +92,7 @@ def accumulate(
         return parts, gradients
 
     def add(total: Params, microbatch: Any) -> tuple[Params, Any]:
-        # Without the barrier, XLA would gather all ZeRO-3 weights before the loop, and keep them.
+        # Without the barrier, XLA would gather all ZeRO-3 weights before the loop and keep them.
         here = jax.tree.map(
             lambda param: jax.lax.optimization_barrier((param, microbatch.rows))[0], params
         )

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import axes_with
 
-Params = dict[str, Any]  # nested dict of arrays, or of values that describe them
+Params = dict[str, Any]  # nested dict of arrays or of their descriptions
 Rules = dict[str, tuple[str, ...]]  # logical axis -> mesh axes
 LogicalAxes = tuple[str | None, ...]  # one for each dim; a dim with None is never split
 
@@ -45,9 +45,9 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
     At stages 2 and 3, each microbatch's gradient is reduce-scattered, and the accumulators are
-    sharded over `fsdp`. At stages 0 and 1, or with `reduces_once`, they are not sharded over it.
-    After the last microbatch, `zero.reduce_gradients` reduces them to the sharding of the optimizer
-    state (`opt_state_rules`).
+    sharded over `fsdp`. At stages 0 and 1, or with `reduces_once`, they are not. After the last
+    microbatch, `zero.reduce_gradients` reduces them to the sharding of the optimizer state
+    (`opt_state_rules`).
 
     Args:
         reduces_once: whether gradients are accumulated and parallel.reduce_every=step.
@@ -67,10 +67,9 @@ def opt_state_rules(zero_stage: int) -> Rules:
 def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     """Return whether a replicated weight receives a partial gradient on each `tensor` rank.
 
-    This is true if `tensor` does not divide the vocabulary or the number of key-value heads. It is
-    also true of the query and key norms (`head_dim`), which each rank applies only to its own
-    heads. `spec` is the weight's `PartitionSpec`. With a single `tensor` rank, the result has no
-    meaning.
+    It does if `tensor` does not divide the vocabulary or the number of key-value heads. So do the
+    query and key norms (`head_dim`), which each rank applies only to its own heads. `spec` is the
+    weight's `PartitionSpec`. With a single `tensor` rank, the result is meaningless.
     """
     is_split = split_dim(spec, axes_with("splits_heads")) is not None
     return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
@@ -79,8 +78,7 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
 def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
     """Return the dim that is split over any of these mesh axes, or None.
 
-    The dim is counted from the end (the last one is -1), so that it is the same for stacked layers
-    and for a single layer, which lacks the leading dim.
+    The dim is negative, so that it is the same for stacked layers and for a single layer.
     """
     for dim in range(-len(spec), 0):
         if set(jax.tree.leaves(spec[dim])) & set(mesh_axes):
@@ -135,7 +133,7 @@ def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str
     """Return a warning for each dim that is replicated because its mesh axes do not divide it.
 
     Equal warnings about several weights are merged. The number of layers is not checked, because
-    stages may hold different numbers of layers. Takes the same arguments as `weight_shardings`,
+    stages may hold different numbers of layers. The arguments are those of `weight_shardings`,
     except `memory_kind`.
     """
     found = set()

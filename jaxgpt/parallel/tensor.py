@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism, with the explicit collectives that the layers call.
 
 A step is one program, which `jax.shard_map` runs on every device's shards. `shard_map` tracks the
-mesh axes along which each value varies, and derives the communication of the backward pass from
-them: the transpose of a psum is a pcast to varying, and vice versa.
+mesh axes along which each value varies, and derives the backward pass's communication from them:
+the transpose of a psum is a pcast to varying, and vice versa.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """Describes how this device shares the model with other devices; by default, it does not.
+    """How this device shares the model with other devices; by default, it holds the whole model.
 
     Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
     `tensor`. Outside these tensor-parallel regions, sequence parallelism (arXiv 2205.05198) splits

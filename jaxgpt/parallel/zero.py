@@ -1,4 +1,4 @@
-"""ZeRO (arXiv 1910.02054), with explicit collectives that gather weights and reduce gradients.
+"""ZeRO (arXiv 1910.02054): explicit collectives that gather weights and reduce gradients.
 
 `all_gather_param` gathers a weight where a layer uses it. If the gradient accumulator of the weight
 is sharded, the backward pass reduce-scatters the gradient. `reduce_gradients` does the remaining
@@ -21,7 +21,7 @@ from jaxgpt.parallel.sharding import split_dim
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
-    """The sharding of a parameter and its gradient. Specs leave out mesh axes of size 1."""
+    """The sharding of a parameter and its gradient. Specs omit mesh axes of size 1."""
 
     param: PartitionSpec  # the parameter between steps
     accum: PartitionSpec  # its gradient accumulator
@@ -125,7 +125,7 @@ def reduce_gradients(gradients: Any, layouts: Any) -> Any:
     """Sum accumulated gradients over devices, once per step, and shard them by `layout.grad`.
 
     If `layout.grad` is sharded over `fsdp`, they are reduce-scattered over it first, unless the
-    backward pass has already done so. Then the all-reduce over the other axes sends only a shard.
+    backward pass has already done so, and the all-reduce over the other axes sends only a shard.
     With parallel.offload=state, the backward pass has already reduced them, so do not call this.
     """
     return jax.tree.map(
