@@ -1,7 +1,6 @@
 """Matmul of activations and weights, with a gradient that is faster on CPUs than JAX's own.
 
-With `jnp.tensordot` and JAX's gradient of it, a step of `shakespeare_char_cpu` takes 1.66 times as
-long.
+With `jnp.tensordot` and its gradient, a step of `shakespeare_char_cpu` takes 1.66 times as long.
 """
 
 import functools
@@ -15,19 +14,18 @@ import jax.numpy as jnp
 def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W, contracted over the last n >= 1 dims of x and the first n dims of W.
 
-    The result has the other dims of x, followed by those of W. x and W must have the same dtype,
-    which is also the dtype of the result. Only reverse-mode differentiation is supported.
+    The result has the remaining dims of x, followed by those of W. x and W must have the same
+    dtype, which is also the dtype of the result. Only reverse-mode differentiation is supported.
 
-    The gradient of W is a single matmul, whose result has the dims in W's order. The gradient that
-    JAX derives from `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose
-    activations.
+    The gradient of W is a single matmul that returns the dims in W's order. JAX's gradient of
+    `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose activations.
     """
     return _forward(x, w, n)[0]
 
 
 def _forward(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Call tensordot rather than `matmul`, because the policies of jax.checkpoint that save the
-    # results of matmuls do not look inside a custom_vjp.
+    # Call tensordot rather than `matmul`, because jax.checkpoint's policies for saving matmul
+    # results do not look inside a custom_vjp.
     return jnp.tensordot(x, w, n), (x, w)
 
 

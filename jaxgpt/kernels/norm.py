@@ -11,9 +11,9 @@ from flax import nnx
 class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
-    A `dtype` of None means float32, unlike in Flax. In float32, the output is bitwise equal to
-    Flax's. In bfloat16, it is more accurate, because Flax rounds the scale and the bias first.
-    epsilon, use_bias and dtype are the only supported options that change the computation.
+    Unlike in Flax, a `dtype` of None means float32. In float32, the output is bitwise equal to
+    Flax's. In bfloat16, it is more accurate, because Flax rounds the scale and the bias first. The
+    only options that change the computation are epsilon, use_bias and dtype.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: b
     Unless `centered`, the mean is taken to be 0, and the variance is the mean of x^2. `scale_D` is
     float32.
 
-    For the backward pass, only x in its own dtype and two numbers per token are kept, whereas JAX
+    For the backward pass, this keeps x in its own dtype and two numbers per token, whereas JAX
     would keep several float32 arrays of x's shape. Inside `shard_map`, the scale must be marked as
     varying along the same mesh axes as x. `parallel.zero.local_params` does this.
     """
