@@ -13,7 +13,7 @@ from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.kernels.dropout import drop_elements
 
 # `causal_attention` splits the queries into two blocks if T >= 64, and into three or four blocks if
-# each has at least 128 queries. More or shorter blocks cost more time on CPUs than they save.
+# each has at least 128 queries. On CPUs, more or shorter blocks would be slower.
 MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
 # From this block size on, `blockwise_attention` is faster than `causal_attention` on CPUs. At
@@ -69,7 +69,7 @@ class AttentionSetting(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One entry of the table of attention kernels."""
+    """An entry of `KERNELS`, the table of attention kernels."""
 
     obstacle: Callable[[AttentionSetting], str | None]  # why the kernel cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
@@ -78,8 +78,9 @@ class Kernel(NamedTuple):
     max_masked_T: float = math.inf  # above this block size, `auto` skips it if there is a mask
     stores_scores: bool = False  # whether it keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
-    """Make a kernel with the same memory use, which `jaxgpt.plan` can compile on a CPU. None: this
-    kernel can be compiled on a CPU."""
+    """Make a kernel with the same memory use, which `jaxgpt.plan` can compile on a CPU.
+
+    If None, `jaxgpt.plan` compiles this kernel."""
 
 
 def _cudnn_obstacle(setting: AttentionSetting) -> str | None:
@@ -184,8 +185,8 @@ def _first_kernel(setting: AttentionSetting) -> str:
 def stores_scores(config: ModelConfig) -> bool:
     """Return whether attention keeps T x T scores in memory.
 
-    `auto` is taken to mean the kernel that it would choose on a CPU, because the devices are not
-    known here.
+    `auto` stands for the kernel that it would choose on a CPU, because the devices are not known
+    here.
 
     Raises:
         UsageError: if model.attention names an unknown kernel.
@@ -197,7 +198,9 @@ def stores_scores(config: ModelConfig) -> bool:
 
 
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
-    """Return a warning if `auto` cannot choose cuDNN attention on an NVIDIA GPU that supports it.
+    """Return a list with a warning if `auto` cannot choose cuDNN on an NVIDIA GPU that supports it.
+
+    The list is empty otherwise.
 
     Args:
         kernel: name of the chosen kernel.
@@ -224,7 +227,7 @@ def causal_attention(
     dropout: float = 0.0,
     attend: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Compute attention in up to four blocks of queries, skipping the keys that follow each block.
+    """Compute attention in up to four blocks of queries, skipping the keys after each block.
 
     Queries and keys must belong to the same tokens, in the same order. With n blocks, only
     (n + 1) / 2n of the T x T scores are computed, and fewer with a window. This saves 6% of a
@@ -282,8 +285,8 @@ def xla_attention(
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.
         dropout: rate at which attention weights are dropped if `keys_BH` is given.
-        block: a number that distinguishes blocks of queries with the same `keys_BH`, so that they
-            get different dropout masks.
+        block: a number for each block of queries with the same `keys_BH`, so that their dropout
+            masks differ.
     """
     H, K = q_BTHK.shape[2:]
     k_BSHK = _repeat_heads(k_BSGK, H)
@@ -358,9 +361,9 @@ def _distinct_scales(head_size: int) -> Iterator[float]:
 
     This holds for the first 20,000 floats and for every head size that cuDNN supports.
 
-    If several calls of the deterministic kernel are identical, such as those of different layers,
-    XLA handles only one of them (github.com/openxla/xla/pull/46500). Distinct scales make the calls
-    differ.
+    If several calls of the deterministic kernel are identical, such as those in different layers,
+    XLA handles only one of them (github.com/openxla/xla/pull/46500). Different scales make the
+    calls distinct.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 
@@ -375,7 +378,7 @@ def _cudnn_attention(
     keys_BH: jax.Array | None,
     scales: Iterator[float] | None = None,
 ) -> jax.Array:
-    """Compute attention with cuDNN's fused flash attention kernel, which never stores the scores.
+    """Compute attention with cuDNN's flash attention kernel, which never stores the scores.
 
     Queries and keys must belong to the same tokens, in the same order. With a document mask, all
     heads share one mask of shape (B, 1, T, S).
@@ -429,7 +432,7 @@ def _scanned_attention(
     """
     T = q_BTHK.shape[1]
     size = max(n for n in range(1, BLOCK + 1) if T % n == 0)
-    if size < BLOCK / 8:  # T has no suitable divisor, and many short blocks would be slow
+    if size < BLOCK / 8:  # no suitable divisor; many short blocks would be slow
         operands = q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH
         return jax.checkpoint(
             lambda *arrays: xla_attention(

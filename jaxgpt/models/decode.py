@@ -19,10 +19,10 @@ PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 class LayerCache(NamedTuple):
     """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
 
-    Position n is stored in slot n mod S, so with rotary embeddings a text may be longer than S.
-    The dims are in the order that attention's matmuls need; any other order would require a
-    copy for every token. Layers that are not scanned have a tuple of arrays (G, K, S), because XLA
-    would copy each layer out of a stacked array.
+    Position n is stored in slot n mod S, so with rotary embeddings a sequence may be longer than S.
+    Attention's matmuls need this order of dims; any other order would require a copy for every
+    token. If the layers are not scanned, this holds a tuple of arrays (G, K, S), because XLA would
+    copy each layer out of a stacked array.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
@@ -31,7 +31,7 @@ class LayerCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The KV cache of one text."""
+    """The KV cache of one sequence."""
 
     layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
     # For each of the last block_size positions, the start of the document that the next token
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor: int = 1) -> Cache:
-    """Return the cache of an empty text, with the heads of all devices.
+    """Return the cache of an empty sequence, with the heads of all devices.
 
     Args:
         dtype: dtype of the keys and values.
@@ -64,8 +64,8 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 class CachedAttention:
     """Attention in one layer, over cached and new tokens.
 
-    Each call writes the keys and values of the new tokens to `cache`. `layer` is an index into the
-    layers of the cache.
+    Each call writes the keys and values of the new tokens to `cache`. `layer` is the layer's index
+    in the cache.
     """
 
     def __init__(self, cache: LayerCache, layer: Any, network: GPT):
@@ -103,7 +103,7 @@ class CachedAttention:
 
 
 def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = None) -> jax.Array:
-    """Write new values to the slots of their positions, along the last axis of `x_S`.
+    """Write new values to their slots along the last axis of `x_S`.
 
     Args:
         x_S: array (..., S), or (L, ..., S) with `layer`.
@@ -143,7 +143,7 @@ def _slot_positions(S: int, n_read: Any) -> jax.Array:
 def decode_step(
     network: GPT, cache: Cache, tokens_1T: jax.Array, position: Any, last: Any = -1
 ) -> tuple[jax.Array, Cache]:
-    """Process T new tokens of one text, without dropout.
+    """Process T new tokens of one sequence, without dropout.
 
     Args:
         cache: cache with the preceding tokens.
@@ -188,7 +188,7 @@ def _read_documents(
 
     Args:
         is_end_T: bool (T,): whether each new token is the last one of its document.
-        positions_T: int32 (T,): positions of the new tokens in the text.
+        positions_T: int32 (T,): positions of the new tokens in the sequence.
 
     Returns:
         The updated cache, and the position at which each new token's document begins: int32 (T,).
@@ -210,7 +210,7 @@ def _read_documents(
 class PerLayer(tuple):
     """One array for each layer, instead of one array with a leading axis L.
 
-    `jax.tree.map` treats it as a leaf, like the stacked array, because JAX does not traverse
+    Like the stacked array, it is a leaf for `jax.tree.map`, because JAX does not traverse
     subclasses of tuple.
     """
 
@@ -218,7 +218,7 @@ class PerLayer(tuple):
 def unstack_layers(params: Params) -> Params:
     """Return the parameters with a separate array for each layer, for decoding without a scan.
 
-    A decoding loop reads the weights in every iteration. With stacked arrays, XLA would copy each
-    layer's weights out of the stack each time. The separate arrays double the memory of the layers.
+    With stacked arrays, XLA would copy each layer's weights out of the stack in every iteration of
+    a decoding loop. The separate arrays double the memory of the layers.
     """
     return params | {"layers": jax.tree.map(PerLayer, params["layers"])}

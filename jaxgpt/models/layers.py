@@ -1,4 +1,4 @@
-"""Transformer layers, which name logical axes and do not depend on the mesh.
+"""Transformer layers, whose weights have logical axes and do not depend on the mesh.
 
 Each weight has metadata: the logical axis of each dim (`logical_axes`), its `role` and, for a
 matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` lists all weights,
@@ -23,7 +23,7 @@ from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
 INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this, which most meshes divide
+VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this, for divisibility
 
 # (x, W, number of dims to contract) -> x W
 Multiply = Callable[..., Any]
@@ -72,9 +72,8 @@ class LayerBuilder:
             axes: logical axes of all dims of the weight, inputs first.
 
         Raises:
-            UsageError: if `tensor` does not divide the first input dim. In that case, each device
-                would hold all inputs, and the sum over devices would count each input several
-                times.
+            UsageError: if `tensor` does not divide the first input dim. Each device would then hold
+                all inputs, and the sum over devices would count them several times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
@@ -129,7 +128,7 @@ class LayerBuilder:
             return x_BTD
         B, T, D = x_BTD.shape
         keys_BT = keys_for(keys_B, self.parallel.sequence_offset(T) + jnp.arange(T))
-        # Flatten B and T. Otherwise, XLA makes B the minor dimension on GPUs, and transposes
+        # Flatten B and T. Otherwise, XLA makes B the minor dimension on GPUs and transposes
         # activations back and forth.
         drop = jax.vmap(lambda x_D, key: drop_elements(x_D, self.config.dropout, key))
         return drop(x_BTD.reshape(B * T, D), keys_BT.reshape(B * T)).reshape(x_BTD.shape)
@@ -152,8 +151,8 @@ class Linear(nnx.Module):
         draw = nnx.initializers.normal(std)
         kernel = draw(build.rngs.params(), (*inputs, *outputs), jnp.float32)
         self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix", n_inputs=self.n_inputs)
-        # A row-parallel layer adds its bias after the sum over devices. That bias is replicated,
-        # because it is small.
+        # A row-parallel layer adds its bias after the sum over devices. The bias is small, so it is
+        # replicated.
         own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
         bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
         self.bias = nnx.data(bias if build.config.bias or use_bias else None)
@@ -184,7 +183,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the pattern of layer kinds that repeats over the depth of the model.
+    """Return the repeating pattern of layer kinds.
 
     If all layers are of the same kind, it has a single entry.
     """

@@ -15,7 +15,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Sums of losses in nats. The sums over parts of a batch add up to the sum over the batch."""
+    """Sums of losses in nats, so the values for parts of a batch can be added."""
 
     loss: jax.Array  # weighted cross-entropy: float32 scalar
     rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row metrics
@@ -30,7 +30,7 @@ class TokenScores(NamedTuple):
 
 
 class OutputLayer(NamedTuple):
-    """One device's shard of the layer that turns hidden states into logits."""
+    """One device's shard of the layer that computes logits from hidden states."""
 
     w_VD: jax.Array  # this device's shard of the vocabulary
     vocab_offset: Any  # token ID of the shard's first row
@@ -55,8 +55,7 @@ class OutputLayer(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the weighted loss of each target (B, T), and this device's logits_BTV.
 
-        This is where the targets' weights enter the loss. A target with weight 0 has a loss of 0,
-        even if its cross-entropy is not finite.
+        A target with weight 0 has a loss of 0, even if its cross-entropy is not finite.
         """
         logits_BTV = self.logits(x_BTD)
         losses_BT = cross_entropy(logits_BTV, targets_BT, self.vocab_offset, self.parallel)
@@ -72,9 +71,8 @@ def cross_entropy(
 ) -> jax.Array:
     """Return -log softmax(logits)[target] in nats, shape (B, T).
 
-    If the vocabulary is split over devices, they communicate only three arrays of shape (B, T): the
-    maximum of the logits, the sum of their exponentials, and the target's logit (arXiv 1909.08053,
-    section 3).
+    Devices that share the vocabulary communicate only three arrays of shape (B, T): the maximum of
+    the logits, the sum of their exponentials, and the target's logit (arXiv 1909.08053, section 3).
 
     Args:
         logits_BTV: the float32 logits of this device's vocabulary shard.
@@ -126,8 +124,8 @@ def loss_parts(
     """Return the weighted cross-entropy, summed over all targets.
 
     Args:
-        chunk: maximum number of tokens to process at a time, so that only their logits are in
-            memory. If 0, all tokens are processed at once.
+        chunk: maximum number of tokens to process at a time, which limits the memory for logits. If
+            0, all tokens are processed at once.
 
     Returns:
         `LossParts`, where `rows["loss"]` is the sum over each row. To add metrics of the logits,
@@ -157,7 +155,7 @@ def score_tokens(
     output: OutputLayer,
     chunk: int,
 ) -> TokenScores:
-    """Return the scores of all targets. Takes the same arguments as `loss_parts`."""
+    """Return the scores of all targets; the arguments are those of `loss_parts`."""
 
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
         losses_N, logits_NV = output.losses(*part)
@@ -209,8 +207,8 @@ def _merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
 def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
     """Process P chunks one after another; return the sum of `loss_of` and the auxiliary results.
 
-    Each chunk's gradient is computed together with its loss. The logits of only one chunk exist at
-    a time, and are computed only once.
+    Each chunk's gradient is computed together with its loss. Logits are computed only once, and
+    only one chunk's logits exist at a time.
     """
 
     def add(total, part):

@@ -47,9 +47,8 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
         scaling: values of model.rope_scaling; an empty tuple means no scaling. A single factor
             divides all frequencies. Four values are Llama 3.1's factor, low_freq_factor,
             high_freq_factor and original_max_position. Frequencies are divided by the factor if
-            their wavelength is longer than original_max_position / low_freq_factor, and kept if it
-            is shorter than original_max_position / high_freq_factor. Frequencies in between are
-            interpolated.
+            their wavelength exceeds original_max_position / low_freq_factor, unchanged if it is
+            below original_max_position / high_freq_factor, and interpolated in between.
     """
     frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if len(scaling) == 1:

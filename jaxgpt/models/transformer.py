@@ -1,8 +1,7 @@
 """A transformer in flax.nnx, written as equations. `ParallelContext` handles communication.
 
-Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab,
-L layers. The weights of the L blocks are stacked along a leading `layers` axis, so that each kind
-of weight is one array.
+Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab, L
+layers. The weights of the L blocks are stacked along a leading `layers` axis.
 
 Comments such as `B/b T/s D` give the sharding of an activation. `b` stands for the mesh axes that
 split the batch. `t` stands for the mesh axes that split heads, F and V. With sequence parallelism,
@@ -99,16 +98,16 @@ class GPT(nnx.Module):
             config: the model options, with `vocab_size` set.
             dtype: compute dtype. Logits are rounded to it and returned as float32.
             attend: attention function from `attention.KERNELS`; None: the `xla` kernel.
-            parallel: how this device shares the work with the other devices.
+            parallel: how this device shares the model with other devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
             remat: value of parallel.remat.
-            end_of_text: token that ends a document. With it, attention stays within documents.
-                None treats each row as one document, so all rows have the same positions.
+            end_of_text: token that ends a document; attention then stays within documents. If None,
+                each row is one document, so all rows have the same positions.
             loss_chunk: value of train.loss_chunk.
             keeps_tables: gather the token embedding once, and reuse it in all three pieces. This is
                 valid only if the network is created, used and dropped within one trace.
-            stacked: turns a function that makes a block from a key into a function that makes L
-                stacked blocks from L keys.
+            stacked: like `nnx.vmap`: converts a function (key -> block) to a function (L keys -> L
+                stacked blocks).
             rngs: random keys for the initial parameters.
 
         Raises `UsageError` if `config.vocab_size` is None, if `config.mlp` is unknown, or if
@@ -176,7 +175,7 @@ class GPT(nnx.Module):
         if not self.parallel.on_cpu:
             # Keep D minor. The gradient of the position embeddings sums over B, so XLA would make B
             # the minor dimension, and every layer on a GPU would transpose activations back and
-            # forth. In a GPT-2 step, these transposes account for 15% of the bytes moved.
+            # forth. These transposes would be 15% of the bytes that a GPT-2 step moves.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         keys = self.dropout_keys(batch, key, jnp.array([self.config.n_layer]))
         return self.dropout(x_BTD, None if keys is None else keys[0])
@@ -192,9 +191,9 @@ class GPT(nnx.Module):
 
         Args:
             key: dropout key; None disables dropout.
-            layers: the number of the first layer that this device holds, and the number after its
-                last layer. Further blocks are padding and have no effect. None: there is no
-                padding.
+            layers: the number of this device's first layer, and the number after its last layer.
+                Further blocks are padding and have no effect. If the second number is None, there
+                is no padding.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
@@ -282,7 +281,7 @@ class GPT(nnx.Module):
     def attention_inputs(self, kind: LayerKind, at: TokenPositions) -> AttentionInputs:
         """Return the inputs of attention that all layers of one kind share.
 
-        If other devices hold parts of the rows, attention gets the positions of the whole rows.
+        If the sequence is split over devices, attention gets the positions of whole rows.
         """
         rotation = None
         if self.config.position == "rope":
@@ -296,7 +295,7 @@ class GPT(nnx.Module):
     ) -> jax.Array | None:
         """Return keys_NB, a dropout key for each number and row, or None without dropout.
 
-        A key depends on the row number in the global batch, and not on the device.
+        Keys depend on the row number in the global batch, but not on the device.
         """
         if key is None or self.config.dropout == 0:
             return None
@@ -365,7 +364,7 @@ class GPT(nnx.Module):
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
     """Return the network's `GraphDef` for `nnx.merge`; `options` are keyword arguments of `GPT`.
 
-    Raises `UsageError` as `GPT` does.
+    Raises `UsageError` like `GPT`.
     """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
@@ -391,6 +390,6 @@ def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     `tokens_BT` are token IDs minus the ID of the shard's first row.
     """
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
-    # In float32, because a row's gradient is a sum over all occurrences of its token.
+    # Use float32, because a row's gradient is a sum over all occurrences of its token.
     rows_BTD = w_VD.astype(jnp.float32)[jnp.where(is_here_BT, tokens_BT, 0)]
     return jnp.where(is_here_BT[..., None], rows_BTD, 0).astype(w_VD.dtype)

@@ -45,7 +45,7 @@ class Weight:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the stacked dims, of the input dims and of the output dims.
+        """The indices of the stacked dims, the input dims and the output dims.
 
         Each index into the stacked dims selects a separate matrix: one per layer and, in weights
         such as `qkv`, one per part (queries, keys or values).
@@ -56,7 +56,7 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        """True for matrices and embeddings. As in nanoGPT, weight decay applies only to these."""
+        """Whether weight decay applies: as in nanoGPT, only to matrices and embeddings."""
         return self.role not in VECTOR_ROLES
 
     @property
@@ -75,8 +75,8 @@ def weights(config: ModelConfig) -> Params:
     No parameter is allocated. `config.vocab_size` must be set.
 
     Raises:
-        UsageError: if an option names an unknown layer, such as an unknown model.mlp, or if a layer
-            has a weight with an unknown logical axis.
+        UsageError: if an option such as model.mlp names an unknown layer, or if a weight has an
+            unknown logical axis.
     """
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     described = {}
@@ -84,7 +84,7 @@ def weights(config: ModelConfig) -> Params:
         metadata = param.get_metadata()
         stacked = ("layers",) if path[0] == "layers" else ()
         axes = stacked + metadata["logical_axes"]
-        if unknown := set(axes) - {None, *LOGICAL_AXES}:  # it would be replicated silently
+        if unknown := set(axes) - {None, *LOGICAL_AXES}:  # would be replicated silently
             raise UsageError(
                 f"{'/'.join(path)}: has the logical axis {unknown.pop()!r}, which has no partition "
                 f"rule; use None or one of {', '.join(LOGICAL_AXES)}"
@@ -112,9 +112,9 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters, excluding vocabulary padding. `config.vocab_size` must be set.
 
     Returns:
-        (total, non-embedding): the second number excludes embeddings that are only looked up,
-        namely the position embeddings and, with untied weights, the token embeddings. For GPT-2 it
-        equals the number that nanoGPT reports.
+        (total, non-embedding): the second number excludes embeddings that are only looked up:
+        position embeddings and, with untied weights, token embeddings. For GPT-2 it equals the
+        number that nanoGPT reports.
 
     Raises:
         UsageError: if an option or layer is invalid; see `weights`.
@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
-    """Estimate the bytes of float32 activations per row that are kept for the backward pass.
+    """Estimate the bytes of float32 activations that the backward pass needs for one row.
 
     Without remat, a layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv 2205.05198,
     doubled because the paper's activations are 16-bit. P, for the matmuls, is 2 / D times the
