@@ -1,4 +1,4 @@
-"""Clock of a run: the seconds that each process spends on each activity.
+"""Clock of a run: how long each process spends on each activity.
 
 A process is always in exactly one activity, so the seconds of all activities add up to the time
 since the process started. The start-up report (`perf/startup.py`), the time per step

@@ -33,16 +33,16 @@ class Collective:
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Return the collectives that each device takes part in when a program runs once.
+    """Return the collectives in one run of a program.
 
     They are sorted by the number of mesh axes, then by these axes and by kind. `hlo` is
     `compiled.as_text()`, and `mesh` maps axis names to sizes. An operation in a loop is counted
     once per iteration. An asynchronous operation is counted once. In a conditional, only the branch
-    that communicates most is counted. A group over part of an axis, which XLA uses for some layout
-    changes, is reported as a group over the whole axis.
+    with the most communication is counted. XLA uses groups over part of an axis for some layout
+    changes; they are reported as groups over the whole axis.
 
     Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
-    program does not state how often a loop with collectives runs.
+    number of iterations of a loop with collectives is unknown.
     """
     program = parse_hlo(hlo)
     if program.n_devices != math.prod(mesh.values()):

@@ -26,7 +26,7 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
 
     `n_parameters` (N) excludes embeddings that are only looked up. Attention is counted over the
     whole block, even with a sliding window or a document mask. Grouped-query attention lowers the
-    result only because its N is smaller.
+    result only through a smaller N.
     """
     heads = model.n_head * model.head_size
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
@@ -42,7 +42,7 @@ class HostTimes(NamedTuple):
 
 
 class StepTimer:
-    """Times training steps, using the time that the run's clock attributes to steps."""
+    """Times training steps, according to the run's clock."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
         """Start the timer. `stalled` returns how many seconds this process has been suspended."""
@@ -95,7 +95,7 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates by name for a step time of `dt` seconds; if `dt` is None, all are None.
+        """Return all rates by name for a step time of `dt` seconds; None for each if `dt` is None.
 
         `mfu`, a fraction, is also None if the peak is unknown.
         """
@@ -113,10 +113,7 @@ class Rates:
         }
 
     def slow_step_warnings(self) -> tuple[str, ...]:
-        """Return a warning if the peak is unknown and a step would take minutes on a CPU.
-
-        Otherwise, return an empty tuple.
-        """
+        """Return a warning if the peak is unknown and a step would take minutes on a CPU."""
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices
         if self.peak is not None or flops < SLOW_FLOPS:
             return ()

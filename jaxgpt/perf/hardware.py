@@ -12,8 +12,8 @@ class Device:
     """Specification of one JAX device: a GPU, a GCD of an MI250X, or a tile of a PVC.
 
     Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s in each
-    direction. All numbers are data-sheet peaks, unless a comment in the table says that a number
-    was measured. None means that the number is unknown.
+    direction. All numbers are data-sheet peaks unless a comment says otherwise. None means that the
+    number is unknown.
     """
 
     name: str
@@ -81,8 +81,8 @@ _TABLE = (
     ),
     # From AMD's MI250X data sheet: 383 and 95.7 TFLOP/s and 3.2 TB/s per module, halved for one
     # GCD. From OLCF's Frontier user guide: Infinity Fabric has 200 GB/s to the other GCD of the
-    # module, 50 to 100 GB/s to GCDs of other modules (a ring over the host must cross these), and
-    # 36 GB/s to the CPU. A host has four Slingshot adapters of 25 GB/s for eight GCDs.
+    # module, 50 to 100 GB/s to other modules (a ring over the host must use these links), and 36
+    # GB/s to the CPU. A host has four Slingshot adapters of 25 GB/s for eight GCDs.
     Device(
         name="mi250x",
         match="MI250X",

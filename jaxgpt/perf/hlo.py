@@ -22,7 +22,7 @@ _MOVES |= {"pad", "reverse", "gather"}
 # Opcodes that are fused into other operations or take no time.
 FREE = {"parameter", "constant", "iota", "bitcast", "broadcast", "reshape", "tuple"}
 FREE |= {"get-tuple-element", "after-all"}
-# Opcodes whose time is spent in the instructions that they contain, which have their own events.
+# Opcodes that only run other instructions, which have their own events.
 _CONTAINERS = {"while", "conditional", "call"}
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
@@ -147,7 +147,7 @@ class Operation(NamedTuple):
 def read_operations(program: HloProgram) -> dict[str, Operation]:
     """Return the operations of a program by name, excluding loops, conditionals and calls.
 
-    The instructions inside these are included, and so are the instructions inside fusions.
+    The instructions inside these and inside fusions are included.
     """
     return {
         name: Operation(_category(instruction, program), _source(instruction, program))

@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A trace that is running on every process. Only process 0 keeps its files."""
+    """A running trace on all processes; only process 0 keeps its files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
         """Wait for the arrays in `pending`, then start the trace. All processes call this.
@@ -80,9 +80,10 @@ class Tracing:
 
 
 class StepProfile:
-    """Traces the steps in `profile_steps`, and logs the summary with the reporter `log`.
+    """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
-    The trace is in the `profile` folder of the run directory. `train_step` is the compiled step.
+    The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
+    step.
     All processes call every method.
     """
 
@@ -94,7 +95,7 @@ class StepProfile:
         self._traced: list[int] = []
 
     def before(self, step: int, state: Any) -> None:
-        """Start the trace if `step` is to be traced and the trace is not running yet.
+        """Start the trace before the first step to trace.
 
         Call this before each step that is not skipped. `state` is the input of `step`.
         """
@@ -112,7 +113,7 @@ class StepProfile:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """If the trace is running, end it for good and log its summary."""
+        """End the trace, if it is running, and log its summary."""
         if self._tracing is None:
             return
         jax.block_until_ready(state)  # running steps must not count as profiling
@@ -152,8 +153,8 @@ def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict
     """Return the event totals of one process as a dict, for `summary`. Times are in seconds.
 
     `operations` must contain the name of every event. The dict has the number of `devices`, and the
-    total `seconds` and `counts` by event name. `collectives` maps the name of each collective to
-    one list per device, with the seconds of each execution.
+    total `seconds` and `counts` by event name. `collectives` maps each collective's name to one
+    list per device of the seconds per execution.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -15,9 +15,9 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
     The dict has the `seconds` of each phase, the `total` seconds since the process started, the
-    Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. The `job start`
-    phase is the time before the process started. It is present if the start of the job is known.
-    Call this at the end of the first step.
+    Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. If the start of the
+    job is known, the phase `job start` is the time until the process started. Call this at the end
+    of the first step.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
@@ -38,9 +38,9 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Build the content of startup.json from all processes' reports, given in rank order.
 
-    Durations are in seconds, and timestamps are Unix times. The `total` and each of the `phases`
-    that all processes have are given as `min`, `mean`, `max` and `slowest_rank`. `slowest_phase` is
-    the phase with the largest `max`. `process_start`, `first_step_done`, `compile_cache` and
+    Durations are in seconds, and timestamps are Unix times. The `total`, and each of the `phases`
+    that all processes have, is a dict of `min`, `mean`, `max` and `slowest_rank`. `slowest_phase`
+    is the phase with the largest `max`. `process_start`, `first_step_done`, `compile_cache` and
     `job_start_to_first_step` describe process 0. `job_start_to_first_step` is None if the start of
     the job is unknown.
     """
@@ -84,9 +84,8 @@ def startup_line(found: dict[str, Any]) -> str:
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
     """Return the durations in startup.json, in seconds, as a flat dict for the trackers.
 
-    The names are PHASE_min, PHASE_mean and PHASE_max, the same for `total`, and
-    job_start_to_first_step if it is known. The dict also has PHASE_slowest_rank and the number of
-    `processes`.
+    The keys are PHASE_min, PHASE_mean, PHASE_max and PHASE_slowest_rank for each phase and for
+    `total`, the number of `processes`, and job_start_to_first_step, if it is known.
     """
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():
