@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
 
 def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the number of devices to plan for, from --advise or the mesh, where -1 counts as 1.
+    """Return the number of devices from --advise or the mesh, where -1 counts as 1.
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
@@ -145,7 +145,7 @@ def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
         given: the value of --devices-per-host; None uses the device's default.
 
     Raises:
-        UsageError: if this number does not divide `n_devices`, so that some host would not be full.
+        UsageError: if this number does not divide `n_devices`.
     """
     per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:

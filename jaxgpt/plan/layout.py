@@ -49,7 +49,7 @@ class Estimate:
 
     step: float
     compute: float
-    bubble: float  # a pipeline stage's wait for its first microbatch and after its last one
+    bubble: float  # idle time of a pipeline stage before its first and after its last microbatch
     update: float
     exposed_communication: float  # computation waits for it; see `Plan.is_exposed`
     overlapped_communication: float
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def recomputed_flops_per_token(self) -> int:
-        """FLOPs per token that are computed again in the backward pass.
+        """FLOPs per token that the backward pass recomputes.
 
         Pipeline stages recompute all their layers. In addition, `attention` and `dots` recompute
         the matmuls of attention; `attention` does so only if the kernel would otherwise keep the
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The bubble of the pipeline, as a fraction of the time that its stages compute.
+        """The pipeline bubble as a fraction of the computing time.
 
         It is (S - 1) / (v M) for S stages, M microbatches and v groups of layers on each stage
         (arXiv 2104.04473, section 2.2).

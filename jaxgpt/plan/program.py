@@ -23,8 +23,8 @@ from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.state import state_shapes
 
-# Compiler options for programs that are never run. LLVM need not optimize them, because XLA assigns
-# buffers and collectives before it calls LLVM.
+# Compiler options for programs that are never run. They disable LLVM's optimizations, because XLA
+# assigns buffers and collectives before it calls LLVM.
 COMPILE_ONLY = {"xla_backend_optimization_level": 0}
 
 
@@ -35,7 +35,7 @@ class Memory:
     parameters: int
     gradients: int
     moments: int
-    activations_and_temporaries: int = 0  # everything else at the step's peak, including the batch
+    activations_and_temporaries: int = 0  # everything else at the peak, including the batch
     in_host: int = 0  # the part of parameters, gradients and moments in host memory
     host_at_once: int = 0  # the part of in_host that is on the device at any one time
 
@@ -63,8 +63,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
     XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
     float32, so bfloat16 is replaced by float16, which has the same size. cuDNN attention is
-    replaced by another kernel that needs O(T) memory, and layers are scanned. For `cpu`, the step
-    is compiled unchanged.
+    replaced by another kernel with O(T) memory, and layers are scanned. For `cpu`, the step is
+    compiled unchanged.
 
     JAX must already simulate as many devices as the mesh has after `with_fewer_replicas`, and
     config.model.vocab_size must be set.
@@ -158,9 +158,9 @@ def _simulated_mesh(shape: MeshShape) -> Mesh:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the exact bytes of parameters, gradients and moments per device, without compiling.
 
-    Activations are not included. The requirements are the same as for `compile_step`, and so are
-    the errors, except those about attention kernels. For `cpu`, whose memory is the host's,
-    `in_host` and `host_at_once` are 0.
+    Activations are not included. The requirements and errors are the same as for `compile_step`,
+    except that attention kernels are not checked. For `cpu`, whose memory is the host's, `in_host`
+    and `host_at_once` are 0.
     """
     mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
@@ -194,7 +194,7 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 def bytes_on_a_device(shapes: Any) -> int:
     """Return the bytes that a tree of arrays or `jax.ShapeDtypeStruct`s occupies on one device.
 
-    Each of them must have a sharding.
+    All leaves must have a sharding.
     """
     return sum(
         math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize
