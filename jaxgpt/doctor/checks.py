@@ -97,11 +97,11 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
 def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
     """Check that the hosts of a known machine communicate over its high-speed network.
 
-    Only the coordinator's name, in `found` (see `initialize_jax`), is checked.
+    Only the coordinator's name is checked. `found` is the result of `initialize_jax`.
     """
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed for a single process")
-    # Leave out the host of process 0 (f.host is 0), which may reach itself only by loopback.
+    # Skip the host of process 0 (f.host is 0), which may reach itself only by loopback.
     others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
     finding += "".join(f"; {n}" for n in found["notes"] if n.startswith("cleared"))  # proxies
@@ -141,7 +141,7 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses all accelerators of every host, each in only one process.
 
-    Unused accelerators are accepted with JAX_PLATFORMS=cpu. On an unknown machine, they are also
+    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, they are also
     accepted if an environment variable selects the visible devices.
     """
     on_cpu = job[0].platform == "cpu"
@@ -173,8 +173,8 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
 def check_resources(job: Job) -> list[Check]:
     """Return three checks: that every process has enough memory, cores and shared memory.
 
-    Enough is `MEMORY_PER_PROCESS`, one core (or all cores of the host, if it has fewer cores than
-    processes), and `SHARED_MEMORY_PER_PROCESS`.
+    A process needs `MEMORY_PER_PROCESS`, `SHARED_MEMORY_PER_PROCESS` and one core, unless its host
+    has fewer cores than processes.
     """
     n = Counter(f.host for f in job)
     cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
@@ -207,8 +207,8 @@ def check_resources(job: Job) -> list[Check]:
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
     """Compare the hosts' clocks, which timestamp logs and files.
 
-    A difference of more than `CLOCK_TOLERANCE` is a WARN. `clock` returns the time in seconds. On a
-    single host, nothing is compared. Every process must call this.
+    The result is WARN if they differ by more than `CLOCK_TOLERANCE`. On a single host, nothing is
+    compared. `clock` returns the time in seconds. Every process must call this.
     """
     if len(set(cluster.hosts)) == 1:
         return Check("clocks", "OK", "not needed on a single host")
@@ -242,6 +242,6 @@ def _by_value(values: Sequence[str], job: Job) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """Return the first four distinct names and the number of omitted ones."""
+    """Return the first four distinct names and the number of the others."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -130,15 +130,15 @@ def measure_axis(
 
     Returns the measurements, by size and then by collective. Every collective runs with the
     smallest array. Larger arrays are tried until `allowed` seconds have passed. After an error, or
-    a call slower than `MAX_SECONDS`, a collective is not run with larger arrays. `set_activity` is
-    called with a description of each measurement before it begins. Every process must call this
-    function.
+    a call slower than `MAX_SECONDS`, a collective skips larger arrays. `set_activity` is called
+    with a description of each measurement before it begins. Every process must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
     for size in SIZES:
         for collective in tuple(left):
-            # Process 0 decides for all, because a process that stops alone deadlocks the others.
+            # Process 0 decides for all, because a process that stops alone would deadlock the
+            # others.
             if size > SIZES[0] and cluster.broadcast(time.monotonic() > deadline):
                 return out
             activity = f"{collective.name} over {axis}, {format_bytes(size)}"
@@ -157,9 +157,9 @@ def try_on_all(
 ) -> tuple[list[Any], str | None]:
     """Call a function on every process; return the results by rank, and the lowest rank's error.
 
-    The result of a process that failed is None, and the error is None if none failed. The results
-    must be JSON values. A process prints its own error immediately, because the other processes may
-    be stuck in a collective and never receive it.
+    The result of a failed process is None. The error is None if no process failed. The results must
+    be JSON values. A process prints its error immediately, because the others may be stuck in a
+    collective and never receive it.
     """
     result = error = None
     try:
@@ -176,8 +176,8 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
     """Return the mean seconds per call of a collective on this process.
 
     `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes, rounded up so
-    that each device along the axis has an equal part. All processes call this together. Raises
-    `ArithmeticError` if the result is wrong. Errors of XLA are propagated.
+    that the devices along the axis have equal parts. All processes call this together. Raises
+    `ArithmeticError` if the result is wrong. XLA's errors are propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
@@ -206,7 +206,7 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 def pattern(device: Any, position: Any) -> Any:
     """Return elements of the devices' inputs: small integers in float32, so that sums are exact.
 
-    `device` and `position` are integer arrays, or integers, that broadcast against each other.
+    `device` and `position` are integers or integer arrays that broadcast against each other.
     """
     return ((37 * device + position) % 1009).astype(np.float32)
 
@@ -261,8 +261,8 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
             f"{format_bytes(first.bytes)}, {bandwidth / 1e9:.3g} GB/s at {format_bytes(last.bytes)}"
         )
         remedy = ""
-        # Compare only large all-reduces: latency dominates for smaller arrays, and data sheets list
-        # only peak bandwidths.
+        # Compare only large all-reduces, because latency dominates for smaller arrays and data
+        # sheets list peak bandwidths.
         is_comparable = last.bytes >= LARGE and collective.name == "all-reduce"
         if peak and is_comparable and bandwidth < peak / 10:
             finding += f", less than {peak / 1e10:.3g} GB/s, a tenth of the data sheet's value"

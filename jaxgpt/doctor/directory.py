@@ -1,4 +1,4 @@
-"""Checks that every host can write to the run directory, and that its storage is suitable."""
+"""Checks of the run directory: write access from every host, and its file system."""
 
 import contextlib
 import os
@@ -79,7 +79,7 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
 def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     """Check that this host sees `path`, which process 0 wrote, and can write to its folder.
 
-    This waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
+    Waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
     directory and its file system. Raises `OSError` like `check_file_system`.
     """
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
@@ -122,7 +122,7 @@ def file_system_of(path: Path) -> str:
     """Return the type of the file system that contains `path`, such as `lustre`, or `unknown`."""
     table = Path("/proc/mounts")
     mounts = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    # If several file systems share a mount point, the last one hides the others.
+    # If several file systems have the same mount point, the last one hides the others.
     kinds = {point.replace("\\040", " "): kind for _, point, kind, *_ in mounts}
     path = path.resolve()
     return next((kinds[str(p)] for p in (path, *path.parents) if str(p) in kinds), "unknown")

@@ -77,10 +77,9 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
     """Return a name that is unique on the host for each of this process's devices.
 
-    `numbers` are the devices' numbers, which alone are not unique. `visible`, the value of an
-    environment variable such as CUDA_VISIBLE_DEVICES, may select the devices that a process sees,
-    and a cgroup may restrict the device files that it can open. Device 0 can then be a different
-    device in every process.
+    The devices' `numbers` alone may not be unique: `visible` (the value of a variable such as
+    CUDA_VISIBLE_DEVICES) or a cgroup may select the devices that a process sees, so device 0 may be
+    a different device in every process.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]

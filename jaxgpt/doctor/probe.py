@@ -45,7 +45,7 @@ def _end_leftovers(job: str) -> None:
 def processes_of(job: str) -> list[int]:
     """Return the IDs of other processes whose environment contains the job's name.
 
-    Finds only processes on this host whose environment this user may read. Requires /proc.
+    Only processes on this host whose environment this user may read are found. Requires /proc.
     """
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():
@@ -57,7 +57,7 @@ def processes_of(job: str) -> list[int]:
 
 
 def _check_directory(directory: Path) -> None:
-    """Write a file, read it back and remove it; raise `UsageError` if that fails."""
+    """Write, read and remove a file; raise `UsageError` if that fails."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:
             file.write(b"probe")

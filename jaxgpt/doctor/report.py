@@ -56,7 +56,7 @@ def run_checks(
     _check_collectives(cluster, mesh, report)
     report.begin("training")
     broken = [c.name for c in report.checks if c.status == "FAIL" and " over " in c.name]
-    if broken:  # training would hang or fail in this collective, too
+    if broken:  # training would also hang or fail in this collective
         finding = f"not tried, because {broken[0]} fails"
         trained = Check("training", "FAIL", finding, "fix that collective first")
     else:
@@ -84,8 +84,8 @@ def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> N
 class Report:
     """The results of all checks so far, printed section by section on process 0.
 
-    If an activity exceeds the timeout, the report stops there, and the monitor terminates the job.
-    This happens if a process is stuck, because the others then wait for it in a collective.
+    If an activity exceeds the timeout, for example because a process is stuck in a collective, the
+    report stops there, and the monitor terminates the job.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
@@ -103,7 +103,7 @@ class Report:
         self._cluster.monitor.heartbeat(activity)
 
     def _give_up(self) -> None:
-        """Report the checks so far, before the monitor reports the hang and terminates the job."""
+        """Report the checks so far. The monitor then reports the hang and terminates the job."""
         finding = f"no response within {self._cluster.timeout:.0f} s (--init-timeout)"
         remedy = "look for a hanging host or a firewall; NCCL_SOCKET_IFNAME sets the interface"
         self.section("stopped here", [Check(self._activity, "FAIL", finding, remedy)])

@@ -26,7 +26,7 @@ MODEL = (
 
 
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
-    """Train on two rows of this file's text per device, the same rows in every step.
+    """Train on two rows of this file's text per device, with the same rows in every step.
 
     Returns the loss of each step, and the distinct SHA-256 hashes of the final parameters on this
     process's devices. Every process must call this.

@@ -167,7 +167,7 @@ def kernels(commands: Commands) -> Iterator[Row]:
 
 
 def resume(commands: Commands) -> Iterator[Row]:
-    """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed.
+    """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed again.
 
     Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
     `Commands.run` and `Commands.kill_when` raise.
@@ -331,7 +331,7 @@ def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
 
 
 def _history(out: Path) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each training step that a run has logged.
+    """Return the loss and the gradient norm of each logged training step.
 
     Non-finite numbers are returned as None. Raises `OSError` if metrics.jsonl cannot be read.
     """
@@ -341,8 +341,8 @@ def _history(out: Path) -> list[tuple[float, float]]:
 def _relative_difference(
     found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the largest difference between losses of corresponding steps, relative to `expected`.
+    """Return the largest difference between losses of the same step, relative to `expected`.
 
-    Both have (loss, gradient norm) for each step, and the same number of steps.
+    Both arguments have (loss, gradient norm) for each step, and the same number of steps.
     """
     return max(abs(x - y) / abs(y) for (x, _), (y, _) in zip(found, expected, strict=True))

@@ -126,7 +126,7 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 
 
 def read_results(out: Path) -> Results:
-    """Return the results that an earlier call wrote to prove.json in `out`, or an empty dict.
+    """Return the earlier results in `out`/prove.json, or an empty dict.
 
     Creates the folder `out` if necessary. Raises `UsageError` if it cannot be created, or if
     prove.json is unreadable or malformed.

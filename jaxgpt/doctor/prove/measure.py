@@ -15,11 +15,11 @@ from jaxgpt.cluster.hardware import accelerator_expected
 
 
 class CommandFailed(Exception):
-    """A command failed; the message names the command and quotes its error."""
+    """A command failed; the message contains the command and its error."""
 
 
 class Missing(Exception):
-    """This machine lacks something that the check needs; the message says what."""
+    """Something that a check needs is missing on this machine."""
 
 
 class Row(NamedTuple):
@@ -56,7 +56,7 @@ def row(
     """Return a row, with a goal if a bound is given; give at most one bound.
 
     If `unit` is "%", `value` and the bound are fractions. A value of None or NaN misses the goal.
-    `source` names the origin of the goal.
+    `source` is the origin of the goal.
     """
     bound = at_most if at_least is None else at_least
     if bound is None:
@@ -86,7 +86,7 @@ class Commands:
 
         Args:
             folder: the check's folder, which must exist when a command starts.
-            seconds: the time limit.
+            seconds: the time limit for all commands together.
             nanogpt: path of a clone of nanoGPT, if there is one.
             torch: a Python executable that can import PyTorch.
             text: the text of Tiny Shakespeare, if there is one.
@@ -144,7 +144,7 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if the command ends earlier, or something else kills it.
+            CommandFailed: if the command ends before that, or something else kills it.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
         """
         command, is_reached = _command_line(module, words), False
