@@ -125,7 +125,7 @@ def make_generate(
 
 
 def cached_tokens(n_positions: int | None, length: Any) -> Any:
-    """Return how many tokens the KV cache can generate after a prompt of `length` tokens."""
+    """Return how many tokens can be generated with the KV cache after `length` tokens."""
     return np.iinfo(np.int32).max if n_positions is None else n_positions + 1 - length
 
 

@@ -68,7 +68,7 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 
 
 def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
-    """Return logits_BTV in float32 for the token after each token, without dropout.
+    """Return next-token logits_BTV in float32, without dropout.
 
     `eval_tokens` computes its scores from the same logits.
 

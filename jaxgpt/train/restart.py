@@ -1,4 +1,4 @@
-"""Restarts: continuing a run from a checkpoint, whatever the cause."""
+"""Restarts: a run continues from a checkpoint, whatever the cause."""
 
 import dataclasses
 from collections.abc import Sequence

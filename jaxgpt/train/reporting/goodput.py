@@ -89,7 +89,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     for before, after in zip(records, records[1:], strict=False):
         if not before.is_last:
             total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # later records repeat no steps up to this one
+    kept = float("inf")  # steps up to this one are not repeated later
     for record in reversed(records):
         first = max(record.after, kept)
         if record.step > first:

@@ -304,8 +304,8 @@ class Reporter:
     def restart(self, run: Run, records: Sequence[Record]) -> None:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
-        The first call opens the trackers instead of rewinding them. `records` say why the run
-        restarts. On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be
+        The first call opens the trackers instead of rewinding them. `records` give the reason for
+        the restart. On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be
         written, and `OSError` if metrics.jsonl cannot be read.
         """
         self._run, self._config, self._evaluated = run, run.config, None
@@ -324,9 +324,9 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the newest rewind of the run.
+        """Log the run's newest rewind, which must exist.
 
-        There must be one. Raises `UsageError` on process 0 if rewinds.json cannot be read.
+        Raises `UsageError` on process 0 if rewinds.json cannot be read.
         """
         if self._cluster.is_main:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
