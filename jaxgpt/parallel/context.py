@@ -5,11 +5,11 @@
 Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and return the
 results. The attention kernel stays the same.
 
-Ring (arXiv 2310.01889): each device computes attention to one block of keys and values while it
-sends the block to the next device. With n devices, a row has 2n chunks, and device i holds the
-chunks i and 2n-1-i, an early and a late one (zigzag layout, `zigzag_schedule`). Causal attention
-then takes equally long on all devices. A layer with a short window does not need the ring: each
-chunk fetches the keys of its window from the chunks before it.
+Ring (arXiv 2310.01889): each device attends to one block of keys and values while it sends the
+block to the next device. With n devices, a row has 2n chunks, and device i holds the chunks i and
+2n-1-i, an early and a late one (zigzag layout, `zigzag_schedule`). Causal attention then takes the
+same time on all devices. A layer with a short window does not need the ring: each chunk fetches the
+keys of its window from the chunks before it.
 
 Everything here runs inside `jax.shard_map`. The argument `axes` holds the mesh axes that split the
 sequence.
@@ -47,7 +47,7 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 def choose_implementation(
     config: Config, shape: MeshShape, devices_per_host: int | None
 ) -> tuple[str, str]:
-    """Return an implementation, as in parallel.context_impl, and the reason for choosing it.
+    """Return the value of parallel.context_impl to use, and the reason.
 
     Args:
         devices_per_host: None if it is unknown or all devices share a host.
@@ -138,8 +138,8 @@ def ulysses_attention(
 ) -> jax.Array:
     """Compute `attend` for whole rows and this device's share of the heads.
 
-    Key-value heads are repeated until their number is divisible. There are two all-to-alls, or
-    three if there are fewer key-value heads than query heads.
+    Key-value heads are repeated until the number of devices divides their number. There are two
+    all-to-alls, or three if there are fewer key-value heads than query heads.
 
     Returns:
         out_BTHK for this device's slice of the rows; see `Attention`.

@@ -38,7 +38,7 @@ class ParallelContext:
     """Kernel of the linear layers, such as `kernels.linear.matmul`."""
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
-        """Return a parameter ready for use: a `ShardedParam` as `all_gather_param` returns it."""
+        """Return a parameter ready for use; a `ShardedParam` is all-gathered."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
