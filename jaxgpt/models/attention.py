@@ -198,9 +198,7 @@ def stores_scores(config: ModelConfig) -> bool:
 
 
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
-    """Return a list with a warning if `auto` cannot choose cuDNN on an NVIDIA GPU that supports it.
-
-    The list is empty otherwise.
+    """Return a warning if `auto` cannot choose cuDNN attention on an NVIDIA GPU that supports it.
 
     Args:
         kernel: name of the chosen kernel.

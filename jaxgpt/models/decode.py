@@ -154,8 +154,8 @@ def decode_step(
         last: index of the new token whose logits to return. The tokens after it are padding.
 
     Returns:
-        logits_1V in float32 for the token after token `last`, and the cache with the new tokens. V
-        is the padded vocabulary, or this device's shard of it.
+        logits_1V in float32 that follow token `last`, and the cache with the new tokens. V is the
+        padded vocabulary, or this device's shard of it.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
     at, batch = TokenPositions(positions_T), input_batch(tokens_1T)
