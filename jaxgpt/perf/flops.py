@@ -42,7 +42,7 @@ class HostTimes(NamedTuple):
 
 
 class StepTimer:
-    """Times training steps, according to the run's clock."""
+    """Times training steps with the run's clock."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
         """Start the timer. `stalled` returns how many seconds this process has been suspended."""
