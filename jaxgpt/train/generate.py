@@ -138,7 +138,7 @@ def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array)
     P = min(PREFILL_CHUNK, window.size)
 
     def read_chunk(i: jax.Array, caches: Any) -> Any:
-        first = jnp.minimum(i * P, window.size - P)  # the last chunk may overlap the one before
+        first = jnp.minimum(i * P, window.size - P)  # the last chunk may overlap the previous chunk
         return decode(caches, tokens_1N(window, first, P), first)[1]
 
     return jax.lax.fori_loop(0, -(-length // P), read_chunk, caches)

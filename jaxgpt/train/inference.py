@@ -24,7 +24,7 @@ from jaxgpt.parallel.zero import local_params
 from jaxgpt.train.sharded_model import ShardedModel
 from jaxgpt.train.step import weighted_mean
 
-# (cache, tokens_1T, position of the first token[, index of the last one that is not padding]) ->
+# (cache, tokens_1T, position of the first token[, index of the last token before the padding]) ->
 # (logits_1V, updated cache); see `decode_step`.
 DecodeFn = Callable[..., tuple[jax.Array, Cache]]
 

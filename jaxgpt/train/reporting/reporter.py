@@ -131,7 +131,7 @@ class Reporter:
             )
 
     def start(self, loader: Loader) -> None:
-        """Write config.yaml, log the start of the steps, and start timing them.
+        """Write config.yaml, log the start of training, and start timing the steps.
 
         Call this once, before the first step. `loader` reads the training batches. Raises
         `UsageError` on process 0 if config.yaml cannot be written.
