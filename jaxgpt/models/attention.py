@@ -16,7 +16,7 @@ from jaxgpt.kernels.dropout import drop_elements
 # each has at least 128 queries. On CPUs, more or shorter blocks would be slower.
 MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
-# From this block size on, `blockwise_attention` is faster than `causal_attention` on CPUs. At
+# At this block size and above, `blockwise_attention` is faster than `causal_attention` on CPUs. At
 # T = 1,024, 2,048 and 4,096, it takes 0.99, 0.93 and 0.62 times as long, and uses 1/2, 1/4 and 1/8
 # of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
 MIN_BLOCKWISE_T = 2048

@@ -151,7 +151,7 @@ def decode_step(
             T > 1, their positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
-        last: index of the new token whose logits to return. The tokens after it are padding.
+        last: index of the new token for which logits are returned. The tokens after it are padding.
 
     Returns:
         logits_1V in float32 that follow token `last`, and the cache with the new tokens. V is the

@@ -1,4 +1,4 @@
-"""Transformer layers, whose weights have logical axes and do not depend on the mesh.
+"""Transformer layers, which label weights with logical axes and do not depend on the mesh.
 
 Each weight has metadata: the logical axis of each dim (`logical_axes`), its `role` and, for a
 matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` lists all weights,
@@ -84,7 +84,7 @@ class LayerBuilder:
         return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
     def norm(self) -> LayerNorm | RMSNorm:
-        """Return the norm layer over D that model.norm selects.
+        """Return the norm layer over D selected by model.norm.
 
         Its scale is replicated, because gathering it would cost more than sharding it saves.
         """

@@ -5,8 +5,8 @@ layers. The weights of the L blocks are stacked along a leading `layers` axis.
 
 Comments such as `B/b T/s D` give the sharding of an activation. `b` stands for the mesh axes that
 split the batch. `t` stands for the mesh axes that split heads, F and V. With sequence parallelism,
-`s` is the same as `t`, and otherwise T is not split. `+t` marks partial sums over `t`. `T/s -> T`
-is an all-gather with sequence parallelism, and communicates nothing without it. `+t -> T/s` is a
+`s` equals `t`; otherwise, T is not split. `+t` marks partial sums over `t`. `T/s -> T` is an
+all-gather with sequence parallelism, and communicates nothing without it. `+t -> T/s` is a
 reduce-scatter with sequence parallelism, and an all-reduce without it.
 """
 
