@@ -23,7 +23,7 @@ def make_mesh(
     `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
 
     Args:
-        hosts: the host number of each process. None assumes that ranks are ordered by host.
+        hosts: the host number of each process; if None, ranks are assumed to be ordered by host.
         devices: the devices of the mesh. None: all devices of the job.
     """
 

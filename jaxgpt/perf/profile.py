@@ -184,9 +184,9 @@ def summary(
     of dicts with `category`, `source` and `seconds`, slowest first, which adds up all operations
     with the same category and source line. The numbers are means over the job's devices. `seconds`
     is the time per step on process 0's clock. `operations` must contain the name of every event.
-    `reports` holds the result of `report` on each process. An operation's `share` is its fraction
-    of the total seconds of all operations. If a device spends more time in a collective than the
-    fastest device, the difference counts as waiting.
+    `reports` holds each process's result of `report`. An operation's `share` is its fraction of the
+    total seconds of all operations. If a device spends more time in a collective than the fastest
+    device, the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

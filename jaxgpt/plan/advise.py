@@ -20,7 +20,7 @@ from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-# A layout ranks before a simpler one only if it takes less than this fraction of that one's time.
+# To rank before a simpler layout, a layout must take less than this fraction of its step time.
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
 MIN_SLICE = 2048  # tokens; `context` splits no row into shorter slices, because it is for long rows
@@ -51,9 +51,9 @@ def search_layouts(
     Formulas (`estimate.py`) rank all meshes. The best `n` meshes are then compiled and ranked
     again. Each mesh uses the schedule, the number of microbatches and the remat that are fastest
     among those that fit. Layouts that fit come first, sorted by step time. However, a simpler
-    layout comes before one that is only slightly faster (`TIE_RATIO`) or whose time is unknown.
-    Pure data parallelism is always the first layout if it fits without remat, because it is the
-    simplest to scale.
+    layout comes before a layout that is only slightly faster (`TIE_RATIO`). If step times are
+    unknown, simpler layouts come first. If pure data parallelism fits without remat, it always
+    comes first, because it is the simplest to scale.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate `n_devices` devices, or `MAX_CPU_DEVICES` if that is less, and
@@ -229,7 +229,7 @@ def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def train_options(plan: Plan, given: Config) -> str:
-    """Return the options that change `given`, the settings of a command, to the layout's."""
+    """Return the options to add to the command-line settings `given` to select this layout."""
     words = [f"--mesh {plan.mesh}"]
     for key in CHOSEN:
         section, _, name = key.partition(".")

@@ -142,8 +142,8 @@ def _time(plan: Plan) -> str:
 def advice_report(advice: Advice, given: Config) -> str:
     """Return a table of the best layouts, and the options to use for the first one.
 
-    `advice` is the result of `search_layouts`. `given` holds the settings of the command, and
-    options that do not change them are left out.
+    `advice` is the result of `search_layouts`. `given` holds the command-line settings; options
+    that would not change them are omitted.
     """
     rows = []
     for plan in advice.plans:

@@ -82,7 +82,7 @@ class Commands:
         torch: str = sys.executable,
         text: Path | None = None,
     ):
-        """Start one timer of `seconds` seconds for all commands.
+        """Start the timer, which limits the total time of all commands.
 
         Args:
             folder: the check's folder, which must exist when a command starts.
