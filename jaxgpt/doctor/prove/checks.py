@@ -47,7 +47,7 @@ NANOGPT_ON_GPU = (
     "train.gradient_accumulation_steps=20",
 )  # fmt: skip
 NANOGPT_ON_CPU = ("--config", "shakespeare_char_cpu", "--rounds", "6", "--steps", "5")
-# Changes of a `gpt2` step that may make it faster on a GPU, the most promising ones first.
+# Changes that may make a `gpt2` step faster on a GPU, most promising first.
 SWEEP = (
     "xla_gpu_enable_cublaslt=true",
     "jax_optimization_level=O1",
@@ -100,7 +100,7 @@ def facts(commands: Commands) -> Iterator[Row]:
 
 
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
-    """Report the speed of the steps called `name`."""
+    """Report the speed of the training steps called `name`."""
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])
     for row_name, value, unit, note in (
@@ -116,7 +116,7 @@ def speed(commands: Commands, *, name: str) -> Iterator[Row]:
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare speed with nanoGPT's in alternating rounds, using the same initial weights and data.
+    """Compare the speed with nanoGPT's in alternating rounds, with the same weights and data.
 
     Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing. Also raises
     whatever `Commands.json` raises.
@@ -137,7 +137,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 
 
 def numerics(commands: Commands) -> Iterator[Row]:
-    """Compare the losses of each step in bfloat16 with those in float32.
+    """Compare each step's bfloat16 loss with its float32 loss.
 
     Raises the same errors as `Commands.run`.
     """
@@ -187,9 +187,9 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory and the step time that `plan` predicts with those of `bench step`.
+    """Compare the memory and step time predicted by `plan` with those of `bench step`.
 
-    It uses the measurements of earlier checks. Raises the same errors as `Commands.json`.
+    Reuses the measurements of earlier checks. Raises the same errors as `Commands.json`.
     """
     for name, (_, settings) in _steps(commands).items():
         saved = _saved_step(commands, name)
@@ -204,7 +204,7 @@ def memory(commands: Commands) -> Iterator[Row]:
         if plan["estimate"]:
             planned, took = plan["estimate"]["step"], found["seconds_per_step"]["median"]
             note = f"planned {1e3 * planned:.4g} ms, took {1e3 * took:.4g} ms"
-            goal = 0.20 if commands.on_gpu else None  # steps as small as on a CPU are not typical
+            goal = 0.20 if commands.on_gpu else None  # the small steps on a CPU are not typical
             error = abs(planned / took - 1)
             yield row(f"error of the step time for {name}", error, "%", note, at_most=goal)
 
@@ -212,7 +212,7 @@ def memory(commands: Commands) -> Iterator[Row]:
 def profile(commands: Commands) -> Iterator[Row]:
     """List the most expensive parts of a gpt2 step, with their roofline times if known.
 
-    A part is all operations of one category that come from the same source line. Raises the same
+    A part consists of all operations of one category from the same source line. Raises the same
     errors as `Commands.json`.
     """
     words = ("--steps", "1", "--rounds", "1", "--profile", str(commands.folder / "trace"))
@@ -234,7 +234,7 @@ def profile(commands: Commands) -> Iterator[Row]:
 
 
 def ab(commands: Commands, *, changes: Sequence[str]) -> Iterator[Row]:
-    """Time a gpt2 step under each of several changes; `bench ab` describes them.
+    """Time a gpt2 step with each of several changes; see `bench ab`.
 
     Raises the same errors as `Commands.json`.
     """
@@ -253,7 +253,7 @@ def ab(commands: Commands, *, changes: Sequence[str]) -> Iterator[Row]:
 def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
-    Prepares the data from `commands.text` if necessary. Raises `Missing` if there is neither. Also
+    If necessary, prepares the data from `commands.text`. Raises `Missing` if this is None. Also
     raises whatever `Commands.run` raises.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
@@ -278,8 +278,8 @@ def ab_check(changes: Sequence[str]) -> dict[str, Check]:
     return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), 90)}
 
 
-# In order of value. The limits are about twice the longer of two times: on two busy CPU cores, and
-# on an H100, estimated from the step times of an H200.
+# Most important first. The limits are about twice the longer of two durations: on two busy CPU
+# cores, and on an H100 (estimated from step times on an H200).
 CHECKS: dict[str, Check] = {
     "facts": (facts, 90),
     "gpt2": (functools.partial(speed, name="gpt2"), 120),
