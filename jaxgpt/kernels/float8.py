@@ -1,11 +1,11 @@
 """Matmul of activations and weights in FP8 (8-bit floating point), with train.matmul_dtype=float8.
 
-Operands are scaled tensor by tensor. Activations and weights are rounded to E4M3, and gradients to
-E5M2 (arXiv 2209.05433), which has a larger range and a shorter mantissa.
+Each tensor has one scale. Activations and weights are rounded to E4M3, and gradients to E5M2 (arXiv
+2209.05433), which has a larger range but a shorter mantissa.
 
-A product is written as `_dequantize(a) @ _dequantize(b)`. For GPUs with FP8, XLA replaces this by
-cublasLt's FP8 matmul. Other devices compute it as it is written, so that they emulate FP8: the
-values are the same, except for the order of the sums.
+A matmul is written as `_dequantize(a) @ _dequantize(b)`. On GPUs with FP8, XLA replaces this with
+cublasLt's FP8 matmul. Other devices emulate FP8 by computing the expression as written; the results
+differ only in the order of summation.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxgpt.config import UsageError
 
 MIN_CAPABILITY = 8.9  # CUDA compute capability of the first GPUs with FP8 (Ada)
-# For the sums of gradients, cublasLt must not use its fast accumulation, which has fewer bits.
+# For gradients, cublasLt must not use its fast accumulation, which has fewer bits.
 _EXACT_SUMS = jax.lax.Precision.HIGHEST
 
 
@@ -32,11 +32,11 @@ class Quantized(NamedTuple):
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
     """Round x to an FP8 dtype, after multiplying it by the largest power of two that fits.
 
-    Powers of two add no rounding error. With them, the scale only affects elements so small that
-    they become subnormal numbers or 0: in E4M3, elements smaller than a 14,000th of the largest.
+    Scaling by a power of two adds no rounding error. Only elements that are too small lose
+    accuracy, because they become subnormal or 0: in E4M3, those below 1/14,000 of the largest.
 
-    Inside `shard_map`, the scale belongs to the device's part of x, so that no communication is
-    needed. A product over several devices is a sum of products whose scales have been divided out.
+    Inside `shard_map`, each device scales its own part of x, so no communication is needed. Scales
+    are divided out before partial products are summed over devices.
 
     NaN or infinity in x makes every product with it NaN.
     """
@@ -55,7 +55,7 @@ def _dequantize(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
 
-    The two products of the backward pass are in FP8, too. The backward pass keeps x and W in FP8.
+    The two matmuls of the backward pass also use FP8, and x and W are kept for it in FP8.
     """
     return _forward(x, w, n)[0]
 
@@ -82,7 +82,7 @@ float8_matmul.defvjp(_forward, _backward)
 
 
 def check_float8(platform: str, capability: float) -> list[str]:
-    """Return a list with a warning if the devices emulate FP8, and otherwise an empty list.
+    """Return a warning if the devices emulate FP8.
 
     Args:
         platform: `jax.Device.platform` of the devices.

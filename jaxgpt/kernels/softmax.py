@@ -1,6 +1,6 @@
 """The two reductions of a softmax, in one pass over the data on GPUs.
 
-With a pass for each, a step of `gpt2` on an H100 moves 3% more bytes.
+With two passes, a step of `gpt2` on an H100 moves 3% more bytes.
 """
 
 import jax
@@ -21,7 +21,7 @@ def _in_two_passes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_one_pass(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reduce pairs (maximum, sum) of parts of x (arXiv 1805.02867, section 3.1)."""
+    """Merge the (maximum, sum) pairs of parts of x (arXiv 1805.02867, section 3.1)."""
 
     def merge(
         a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
