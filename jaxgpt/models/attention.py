@@ -114,7 +114,8 @@ def _make_cudnn(setting: AttentionSetting) -> Attention:
     return functools.partial(_cudnn_attention, scales=scales)
 
 
-# model.attention -> kernel. `auto` picks the first kernel that can run and suits the block size.
+# model.attention -> kernel. `auto` picks the first kernel that can run and is allowed for the block
+# size.
 KERNELS = {
     "cudnn": Kernel(
         _cudnn_obstacle,
@@ -171,7 +172,7 @@ def _first_kernel(setting: AttentionSetting) -> str:
     T, is_masked = setting.config.block_size, setting.document_mask
 
     def suits(kernel: Kernel) -> bool:
-        # On GPUs, `xla` stores the scores of all layers: models/README.md has the numbers.
+        # On GPUs, `xla` stores the scores of all layers; see models/README.md.
         is_long = T >= kernel.min_T or (is_masked and setting.platform == "gpu")
         return is_long and (not is_masked or T <= kernel.max_masked_T)
 

@@ -170,7 +170,7 @@ class Linear(nnx.Module):
         return tuple(self.add_bias(y, b) for y, b in zip(ys, self.bias.get_value(), strict=True))
 
     def add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
-        """Return y + bias, added in float32, so that the bias's gradient is a float32 sum too."""
+        """Return y + bias, added in float32 so that the bias's gradient is also a float32 sum."""
         return (y + bias).astype(self.dtype)
 
 

@@ -87,7 +87,7 @@ def _cross_entropy_forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     own_BT, sums_BT = max_and_sum_exp(logits_BTV)
     largest_BT = parallel.pmax(own_BT)
-    # A device whose rows of the vocabulary are all padding has a maximum of -inf.
+    # If all of a device's vocabulary rows are padding, its maximum is -inf.
     sums_BT = jnp.where(own_BT == -jnp.inf, 0.0, sums_BT * jnp.exp(own_BT - largest_BT))
     is_target_BTV = _is_target(logits_BTV, targets_BT, vocab_offset)
     target_BT = jnp.where(is_target_BTV, logits_BTV, 0.0).sum(axis=-1)
@@ -100,7 +100,7 @@ def _cross_entropy_backward(
     parallel: ParallelContext, kept: tuple[Any, ...], d_BT: jax.Array
 ) -> tuple[jax.Array, None, None]:
     """Return d (softmax(logits) - one_hot(target)) for this device's vocabulary shard."""
-    del parallel  # each device has what it needs
+    del parallel  # no communication is needed
     logits_BTV, targets_BT, vocab_offset, largest_BT, sums_BT = kept
     softmax_BTV = jnp.exp(logits_BTV - largest_BT[..., None]) * (d_BT / sums_BT)[..., None]
     is_target_BTV = _is_target(logits_BTV, targets_BT, vocab_offset)

@@ -52,7 +52,8 @@ def gated(activation: Callable[[jax.Array], jax.Array], both_BT2F: jax.Array) ->
     """Return activation(gate) * up, computed in float32 and rounded once, like `gelu`.
 
     `both_BT2F` holds gate and up. For the backward pass, only this array is kept. JAX's own
-    gradient keeps float32 arrays too, so a step of `llama3.2-1b` on an H100 moves 8% more bytes.
+    gradient would also keep float32 arrays, so a step of `llama3.2-1b` on an H100 would move 8%
+    more bytes.
     """
     return _gated_forward(activation, both_BT2F)[0]
 
@@ -70,7 +71,7 @@ def _gated_backward(
     gate_BTF, up_BTF = _gate_and_up(both_BT2F)
     active_BTF, pull_back = jax.vjp(activation, gate_BTF)
     (d_gate_BTF,) = pull_back(d_BTF * up_BTF)
-    # Select rather than stack, because on GPUs XLA would first write both float32 gradients.
+    # Select instead of stacking, because on GPUs XLA would first write both float32 gradients.
     is_gate = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 2, 1), 2) == 0
     d_BT2F = jnp.where(is_gate, d_gate_BTF[:, :, None], (d_BTF * active_BTF)[:, :, None])
     return (d_BT2F.astype(both_BT2F.dtype),)

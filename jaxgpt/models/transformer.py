@@ -197,9 +197,9 @@ class GPT(nnx.Module):
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
-            `measures_blocks`, the second result has for each of the L layers (`000`, `001`, ...)
-            the sum of squares (B,) of the block's output, over the positions on this device. It is
-            zero for a layer of another device.
+            `measures_blocks`, the second result maps each of the L layers (`000`, `001`, ...) to
+            the sum of squares (B,) of the block's output over this device's positions, or to zeros
+            for a layer of another device.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
