@@ -59,7 +59,7 @@ class ParallelContext:
             y = self.matmul(x, w, n)
             if not parts:
                 return y
-            # Split rather than index, because the gradient of indexing sums zero-padded arrays.
+            # Split instead of indexing, because the gradient of indexing sums zero-padded arrays.
             axis = x.ndim - n
             return tuple(part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis))
 
