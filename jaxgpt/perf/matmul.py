@@ -1,4 +1,4 @@
-"""The FLOP/s that the devices reach in large matmuls."""
+"""Measurement of the FLOP/s of large matmuls."""
 
 import statistics
 import time
@@ -15,16 +15,15 @@ MATMUL_SECONDS = 0.15  # target duration of one measurement
 
 
 def matmul_size() -> int:
-    """Return a matrix size that gets close to the devices' peak speed."""
+    """Return a matrix size whose matmuls come close to the devices' peak speed."""
     return 1024 if jax.default_backend() == "cpu" else 8192
 
 
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
     """Return a function that measures the job's total FLOP/s in size x size matmuls.
 
-    All devices multiply their own matrices at the same time, so all processes must call it
-    together. Measuring a single device would overestimate CPU devices, because they share the
-    cores.
+    All devices multiply matrices at the same time, so all processes must call it together.
+    Measuring a single CPU device would overestimate its speed, because CPU devices share the cores.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
@@ -39,7 +38,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
         for _ in range(times):
             out = multiply(a, b)
         out.block_until_ready()
-        # Use the slowest process, because faster ones got more than its share of the cores.
+        # Use the slowest process, because faster processes had more than their share of the cores.
         return max(cluster.allgather(time.perf_counter() - began)) / times
 
     seconds(1)  # compiles
@@ -49,6 +48,6 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
 
 
 def measured_peak(dtype: str) -> float:
-    """Return the FLOP/s of a large matmul on this process's devices; the median of seven."""
+    """Return the median FLOP/s of seven large matmuls on this process's devices."""
     rate = matmul_rate(matmul_size(), dtype, ProcessGroup(launcher="none"))
     return statistics.median(rate() for _ in range(7))

@@ -53,10 +53,9 @@ class Tracing:
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
-        All processes call this. `hlo` is `compiled.as_text()` of the step. The result is the same
-        as from `summary`, plus the bytes and FLOPs of each part and `may_be_incomplete`, which
-        tells whether operations may be missing from the trace. Raises
-        `ValueError` if JAX has written no trace.
+        All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
+        `summary`, plus the bytes and FLOPs of each part and `may_be_incomplete`, which is True if
+        operations may be missing from the trace. Raises `ValueError` if JAX has written no trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -181,12 +180,12 @@ def summary(
     The keys are `steps`, `processes`, `seconds_per_step`, `device_seconds` (sum over all
     operations), `categories`, `collective_waiting` and `operations`, a list of dicts with `name`,
     `category`, `source`, `seconds`, `share` and `count` per step, slowest first. `parts` is a list
-    of dicts with `category`, `source` and `seconds`, slowest first, which adds up all operations
-    with the same category and source line. The numbers are means over the job's devices. `seconds`
-    is the time per step on process 0's clock. `operations` must contain the name of every event.
-    `reports` holds each process's result of `report`. An operation's `share` is its fraction of the
-    total seconds of all operations. If a device spends more time in a collective than the fastest
-    device, the difference counts as waiting.
+    of dicts with `category`, `source` and `seconds`, slowest first, one for all operations with the
+    same category and source line. The numbers are means over the job's devices. `seconds` is the
+    time per step on process 0's clock. `operations` must contain the name of every event. `reports`
+    holds each process's result of `report`. An operation's `share` is its fraction of the total
+    seconds of all operations. If a device spends more time in a collective than the fastest device,
+    the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())
