@@ -114,7 +114,7 @@ def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> i
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
-            --advise is combined with an option in `rest` that it chooses.
+            `rest` has an option that --advise chooses.
     """
     shape = mesh_shape(config)
     from jaxgpt.plan.advise import CHOSEN  # imports JAX

@@ -23,7 +23,7 @@ REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
 # To rank before a simpler layout, a layout must take less than this fraction of its step time.
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
-MIN_SLICE = 2048  # tokens; `context` splits no row into shorter slices, because it is for long rows
+MIN_SLICE = 2048  # tokens; minimum length of a slice of a row along `context`
 # Settings that the search chooses, in the order of the options that it prints.
 CHOSEN = (
     "parallel.sequence_parallel",
@@ -37,7 +37,7 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 
 
 class Advice(NamedTuple):
-    """The best layouts, compiled, and the number of meshes that formulas have compared."""
+    """The best layouts, compiled, and the number of meshes that were compared."""
 
     plans: list[Plan]  # best first
     n_meshes: int
@@ -48,12 +48,11 @@ def search_layouts(
 ) -> Advice:
     """Return the `n` best layouts that the model and the batch allow.
 
-    Formulas (`estimate.py`) rank all meshes. The best `n` meshes are then compiled and ranked
-    again. Each mesh uses the schedule, the number of microbatches and the remat that are fastest
-    among those that fit. Layouts that fit come first, sorted by step time. However, a simpler
-    layout comes before a layout that is only slightly faster (`TIE_RATIO`). If step times are
-    unknown, simpler layouts come first. If pure data parallelism fits without remat, it always
-    comes first, because it is the simplest to scale.
+    Formulas (`estimate.py`) rank all meshes, each with the fastest schedule, number of microbatches
+    and remat that fit. The best `n` meshes are then compiled and ranked again. Layouts that fit
+    come first, sorted by step time. However, a simpler layout comes before a layout that is only
+    slightly faster (`TIE_RATIO`). If step times are unknown, simpler layouts come first. If pure
+    data parallelism fits without remat, it always comes first, because it is the simplest to scale.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate `n_devices` devices, or `MAX_CPU_DEVICES` if that is less, and
@@ -78,7 +77,7 @@ def search_layouts(
 
 
 class Estimator:
-    """Estimates of plans, from formulas."""
+    """Makes plans from formulas, without compiling."""
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):
         kernel, _ = choose_attention(
@@ -103,7 +102,7 @@ class Estimator:
         return next((plan for plan in plans if plan.fits), smallest)
 
     def plan(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan of a layout. Its collectives are missing if it does not fit."""
+        """Return the plan of a layout, without collectives if it does not fit."""
         memory = estimate_memory(config, mesh, self.n_moments, self.stores_scores)
         program = Program(memory, stores_scores=self.stores_scores)
         plan = Plan(config, mesh, self.device, self.devices_per_host, program)
@@ -114,7 +113,7 @@ class Estimator:
 
 
 def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[MeshShape]:
-    """Yield the meshes for this number of devices that can be compiled, the simplest first.
+    """Yield the meshes for `n_devices` that can be compiled, simplest first.
 
     `tensor` stays within a host, because every layer waits for it.
     """
@@ -135,7 +134,7 @@ def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[M
 
 
 def _variants(config: Config, mesh: MeshShape) -> Iterator[Config]:
-    """Yield the schedules and numbers of microbatches that a mesh allows, the simplest first."""
+    """Yield configs with each possible schedule and number of microbatches, simplest first."""
     T, tensor = config.model.block_size, mesh.split_of("splits_heads")
     config = config.replace(
         parallel__mesh=str(mesh),
@@ -190,7 +189,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Leave out plans that differ from two previous ones only in `data` and `fsdp`."""
+    """Omit plans that differ from two earlier plans only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)

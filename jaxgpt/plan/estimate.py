@@ -1,4 +1,4 @@
-"""The memory of a step, estimated by formulas instead of a compiler.
+"""Estimate of a step's memory from formulas, without compiling.
 
 `--advise` uses these estimates to choose which layouts to compile. An estimate takes less than a
 millisecond.
@@ -10,14 +10,14 @@ from jaxgpt.perf.memory import ELEMENT
 from jaxgpt.plan.program import Memory
 from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
 
-SCORE_COPIES = 3  # attention scores in float32 that a kernel which stores them needs at a time
+SCORE_COPIES = 3  # float32 copies of the scores in memory, for a kernel that stores scores
 
 
 def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
     """Return an estimate of the memory of a step; model.vocab_size must be set.
 
     Args:
-        n_moments: number of moments that the optimizer keeps for a parameter.
+        n_moments: number of moments per parameter.
         stores_scores: whether the attention kernel keeps T x T scores.
     """
     parallel, model, zero = config.parallel, config.model, config.parallel.zero_stage
@@ -68,7 +68,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
 def layer_activations(
     config: Config, mesh: MeshShape, tokens: int, stores_scores: bool
 ) -> tuple[int, int]:
-    """Return the bytes that a layer keeps for its backward pass, and the bytes of this pass.
+    """Return the bytes that a layer saves for its backward pass, and those that this pass uses.
 
     They follow equation 2 of arXiv 2205.05198, without dropout. Norms and residuals are split over
     `tensor` only with sequence parallelism.
@@ -84,7 +84,7 @@ def layer_activations(
     mlp_inputs = hidden * (2 if model.mlp in ("swiglu", "geglu_tanh") else 1)
     heads = model.n_head // tensor // mesh.split_of("splits_sequence")
     scores = 0
-    if stores_scores:  # keys of all positions
+    if stores_scores:  # scores for the keys of all positions
         scores = SCORE_COPIES * ELEMENT * tokens * heads * model.block_size
         scores *= mesh.split_of("splits_sequence")
     everything = (3 if has_parts else 4) * residual + 3 * queries + keys + hidden + mlp_inputs

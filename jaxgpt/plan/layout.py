@@ -25,8 +25,8 @@ MATMUL_EFFICIENCY = 0.6
 # Fraction of the FLOP/s of a large matmul that whole steps reach on a CPU device: 0.38 to 0.52 for
 # `tiny`, `shakespeare_char_cpu` and `llama-tiny` (two cores of an AMD EPYC, JAX 0.10.2).
 CPU_EFFICIENCY = 0.44
-# Seconds to start a collective, and per hop of its ring. NCCL uses these numbers to choose an
-# algorithm (baseLat and hwLat for `Simple` in its src/graph/tuning.cc).
+# Seconds to start a collective, and seconds per hop of its ring. NCCL uses these numbers to choose
+# an algorithm (baseLat and hwLat for `Simple` in its src/graph/tuning.cc).
 LATENCY = {"start": 8.4e-6, "link": 3.4e-6, "network": 9.6e-6}
 
 # Devices along these axes wait for each other in every layer.
@@ -62,8 +62,7 @@ class Estimate:
 class Plan:
     """A layout, its program, and everything that is known before it runs.
 
-    The program is compiled or estimated. It may also hold only the size of the state (see
-    `is_complete`).
+    The program is compiled or estimated, or holds only the size of the state (see `is_complete`).
     """
 
     config: Config
@@ -91,7 +90,7 @@ class Plan:
 
     @property
     def is_complete(self) -> bool:
-        """True if the memory for activations is known; otherwise, only that of the state is."""
+        """Whether the memory for activations is known; otherwise, only the size of the state is."""
         return self.memory.activations_and_temporaries > 0
 
     @property
@@ -144,7 +143,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """The number of layers that each stage runs or waits for, relative to an even division."""
+        """The largest number of layers in a group, relative to an even division."""
         groups = layer_groups(self.config, self.mesh)
         return max(groups.sizes) * len(groups.sizes) / groups.n_layers
 
@@ -160,7 +159,8 @@ class Plan:
     def is_exposed(self, c: Collective) -> bool:
         """Return whether computation waits for a collective.
 
-        A pipeline gathers weights before the loop over its ticks, and reduces gradients after it.
+        This is always so in a pipeline, which gathers weights before its loop and reduces gradients
+        after it.
         """
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 

@@ -84,8 +84,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     )
     stand_in = config
     if device.name != "cpu":
-        # The step without FP8 is a better estimate than the CPU's emulation of FP8: on an H100, FP8
-        # changes the memory of activations by -16% to +17%.
+        # The step without FP8 is a better estimate than the emulation of FP8 on a CPU: on an H100,
+        # FP8 changes the memory for activations by -16% to +17%.
         if config.train.matmul_dtype is not None:
             check_float8(device.platform, device.cuda_capability)
             stand_in = stand_in.replace(train__matmul_dtype=None)
@@ -130,11 +130,10 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 
 
 def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:
-    """Return a layout that XLA can simulate and whose devices store and send as much.
+    """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
-    All replicas of the model do the same, so the mesh has fewer replicas if it would have more than
-    `MAX_CPU_DEVICES` devices. At least two replicas are left, and each keeps its number of rows.
-    The result may still be too large.
+    Its devices store and send as many bytes, because it only has fewer replicas of the model. At
+    least two replicas are left, and each keeps its number of rows.
     """
     axis = replica_axis()
     n = max(1, shape[axis])

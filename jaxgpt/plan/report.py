@@ -22,8 +22,8 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def plan_report(plan: Plan, best: Plan | None = None) -> str:
     """Return a plan as text: a summary, then memory, communication and time.
 
-    `best` is the best layout for the same devices. It is used only if `plan` does not fit on a
-    device with known memory, and is None otherwise.
+    `best` is the best layout for the same devices if `plan` does not fit on a device with known
+    memory, and None otherwise.
     """
     config = plan.config
     lines = [
@@ -79,7 +79,7 @@ def _memory(plan: Plan, best: Plan | None) -> str:
 
 
 def _fit(plan: Plan, best: Plan) -> str:
-    """Return a line about the best layout for the devices of a plan that does not fit."""
+    """Return a line about the best layout for the same devices, if `plan` does not fit."""
     options = f"{train_options(best, plan.config)} ({format_bytes(best.memory.total)})"
     if best.fits:
         return f"it fits with {options}"

@@ -1,8 +1,8 @@
-"""Communication of one step, from formulas in the papers on each kind of parallelism.
+"""Communication of one step, from formulas in papers, without compiling.
 
-ZeRO (arXiv 1910.02054), Megatron-LM (1909.08053), sequence parallelism (2205.05198), pipelines
-(2104.04473), Ulysses (2309.14509) and the ring (2310.01889). Nothing is compiled. The tests compare
-the results with compiled programs.
+Sources: ZeRO (arXiv 1910.02054), Megatron-LM (1909.08053), sequence parallelism (2205.05198),
+pipelines (2104.04473), Ulysses (2309.14509) and the ring (2310.01889). Tests compare the results
+with compiled programs.
 """
 
 import functools
@@ -25,22 +25,22 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Traffic(Collective):
-    """The communication of one kind, over the same mesh axes and for the same purpose."""
+    """All communication of one kind over the same mesh axes, for the same purpose."""
 
     purpose: str
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One array of parameters as a device sees it, stacked over the layers that the device stores.
+    """One device's part of a parameter array, stacked over the layers that the device stores.
 
-    `size` is the number of its elements if `fsdp` does not shard it.
+    `size` is the number of elements without sharding over `fsdp`.
     """
 
     layers: int  # number of layers that the device stores; 0 for a weight outside the layers
     size: int
     axes: frozenset[str]  # mesh axes that shard it, if the ZeRO stage shards parameters
-    is_gathered_in_dtype: bool  # whether it is gathered in the compute dtype, not in float32
+    is_gathered_in_dtype: bool  # whether it is gathered in the compute dtype instead of float32
     is_vocabulary: bool
 
 
@@ -69,7 +69,7 @@ def local_parameters(
 
 @dataclass(frozen=True)
 class Work:
-    """The number of times that a device runs each part of the network in a step."""
+    """How often a device runs each part of the network in a step."""
 
     tokens: int  # tokens of one microbatch on one device, not a number of times
     heads: int  # the output layer and the loss
@@ -103,7 +103,7 @@ def expected_traffic(
 ) -> tuple[Traffic, ...]:
     """Return all communication of one step; model.vocab_size must be set.
 
-    For the last argument, see `choose_implementation`.
+    See `choose_implementation` for `devices_per_host`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)
@@ -122,9 +122,9 @@ def expected_traffic(
 def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
     """Return the all-gathers of parameters.
 
-    ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer for its forward and for its backward
-    pass. Embeddings are gathered once, for the whole network. A pipeline gathers everything once
-    per step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
+    ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer for its forward and again for its
+    backward pass. Embeddings are gathered once for the whole network. A pipeline gathers everything
+    once per step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
     """
     stage, n = config.parallel.zero_stage, config.train.gradient_accumulation_steps
     axes = axes_with("shards_parameters")
@@ -157,9 +157,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     """Return the reduction of gradients.
 
     Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, and all-reduces the
-    shards over the other axes. With sequence parallelism, gradients of weights that `tensor` does
-    not split are also summed over `tensor`, and so are those of a vocabulary that `tensor` does not
-    divide. The stages of a pipeline sum the gradients of weights outside the layers.
+    shards over the other axes. Gradients of weights that `tensor` does not split are also summed
+    over `tensor` with sequence parallelism, or if the weight is a vocabulary table. The stages of a
+    pipeline sum the gradients of weights outside the layers.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
@@ -186,7 +186,7 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
 
 
 def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Traffic]:
-    """Return the traffic of Megatron-LM (arXiv 1909.08053), or of arXiv 2205.05198.
+    """Return the traffic of tensor and sequence parallelism (arXiv 1909.08053 and 2205.05198).
 
     There are two all-reduces per layer in each pass, and one for the embedding and the output
     layer. With sequence parallelism, a reduce-scatter and an all-gather replace each of them, and
@@ -200,7 +200,7 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
     rows = len([w for w in matrices if w.axes[-1] == "embed"])
     columns = len([w for w in matrices if w.axes[1] == "embed"])
     forward = work.layers + work.layers_again
-    # A layer that is computed again needs all its sums but the last one.
+    # A recomputed layer needs all its sums except the last.
     again = rows - 1 if config.parallel.remat == "full" else 0
 
     def times(purpose: str, kind: str, n: int) -> Traffic:
@@ -229,8 +229,8 @@ def _pipeline(
     """Return the traffic between the stages of a pipeline (arXiv 2104.04473, section 2.2).
 
     Activations move to the next stage in each tick, and their gradients move back. The outputs of
-    the last stage are scattered, and their gradients are gathered. If the layers of a stage are not
-    the ones that it stores, the stages exchange weights twice, and accumulators and gradients once.
+    the last stage are scattered, and their gradients are gathered. If stages run other layers than
+    they store, they exchange weights twice, and accumulators and gradients once.
     """
     axes = axes_with("splits_layers")
     if not work.ticks:
@@ -255,11 +255,11 @@ def _pipeline(
 def _context_parallelism(
     config: Config, mesh: MeshShape, work: Work, devices_per_host: int | None
 ) -> list[Traffic]:
-    """Return the traffic of attention to tokens on other devices.
+    """Return the traffic of context parallelism.
 
     Ulysses exchanges queries, keys, values and outputs (arXiv 2309.14509, section 3.2). In a ring,
-    keys and values visit all devices in both passes, and their gradients in float32 in the backward
-    pass (arXiv 2310.01889, section 3). Windows that are shorter than half a row are ignored.
+    keys and values are sent around in both passes, and their float32 gradients in the backward pass
+    (arXiv 2310.01889, section 3). Savings from windows shorter than half a row are ignored.
     """
     axes, n = axes_with("splits_sequence"), mesh.split_of("splits_sequence")
     if n == 1:
@@ -289,7 +289,7 @@ def _context_parallelism(
 def _loss_and_norm(
     config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: Work
 ) -> list[Traffic]:
-    """Return the traffic for the loss and the norm of the gradient.
+    """Return the traffic for the loss and the gradient norm.
 
     If the vocabulary is split, devices communicate three numbers per token (arXiv 1909.08053,
     section 3): the largest logit, the sum of exponentials, and the target's logit.
@@ -320,7 +320,7 @@ def _loss_and_norm(
 
 
 def sum_traffic(found: tuple[Traffic, ...]) -> tuple[Collective, ...]:
-    """Add up the traffic of the same kind over the same axes."""
+    """Merge the traffic of the same kind over the same axes."""
     sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for c in found:
         count, size = sums.get((c.kind, c.axes), (0, 0))
