@@ -49,8 +49,8 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
-# With Triton, XLA computes the products of kernels/float8.py in bfloat16. It does the same if it
-# merges products that share an operand, such as those of queries and keys.
+# XLA would compute the matmuls of kernels/float8.py in bfloat16 with Triton, or if it merged
+# matmuls that share an operand, such as those of queries and keys.
 FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -120,7 +120,7 @@ def make_steps(
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 
     Raises:
-        UsageError: if the kernel that model.attention names cannot run, if the mesh does not fit
+        UsageError: if the kernel selected by model.attention cannot run, if the mesh does not fit
             the model, if the devices do not support train.matmul_dtype, or if an option names an
             unknown kernel, layer or optimizer.
     """
@@ -148,7 +148,8 @@ def make_steps(
     float8_warnings: list[str] = []
     if config.train.matmul_dtype is not None:
         float8_warnings = check_float8(device.platform, cuda_capability(device))
-        # In evaluations, the result of a row must not depend on the other rows, as FP8 scales do.
+        # Evaluate without FP8, because FP8 scales would make a row's result depend on the other
+        # rows.
         model = shard(config.replace(train__matmul_dtype=None))
     rules = sharding.opt_state_rules(config.parallel.zero_stage)  # they shard the most dims
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)

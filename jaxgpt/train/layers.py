@@ -1,4 +1,4 @@
-"""The values of each layer that train.layers_every records."""
+"""Per-layer metrics, recorded every train.layers_every steps."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from jaxgpt.train.sharded_model import ShardedModel
 def layer_values(
     model: ShardedModel, step: jax.Array, batch: Batch, gradients: Params, params: Params
 ) -> dict[str, jax.Array] | None:
-    """Return the values of each layer in the fields of `LayersRecord`: float32 (L,).
+    """Return the per-layer values in the fields of `LayersRecord`: float32 (L,).
 
     They are zero unless `step` is a multiple of train.layers_every, and the result is None if
-    train.layers_every is 0. Activations take another forward pass, so that other steps cost
-    nothing.
+    train.layers_every is 0. Activations are measured in a separate forward pass, so other steps
+    cost nothing.
     """
     every = model.config.train.layers_every
     if not every:
@@ -53,7 +53,7 @@ def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.A
     n = 1  # a pipeline splits the batch itself
     if not model.layer_axes:
         n = model.config.train.gradient_accumulation_steps * model.n_slices
-    # Each device has the sums over its own rows and positions.
+    # Each device sums over its own rows and positions.
     over = [*mesh_axes_with("splits_batch", model.mesh), *model.context.sequence_axes]
     over += model.context.tensor_axes if model.context.sequence_parallel else ()
 

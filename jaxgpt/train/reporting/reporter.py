@@ -82,9 +82,9 @@ class Reporter:
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log the header, and write cluster.json and, for a new run, config.yaml.
 
-        If the log is new, the legend of the training lines follows; without a terminal, only the
-        log gets it. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
-        a file cannot be written.
+        If the log is new, the legend of the training lines follows; without a terminal, it is only
+        in the log file. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0
+        if a file cannot be written.
         """
         if not self._enabled:
             return
