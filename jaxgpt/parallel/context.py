@@ -252,8 +252,8 @@ class Pair(NamedTuple):
     first_key: int | jax.Array
     n_keys: int
     n_before: int | None = None
-    """If queries see only the keys from this many before their own, the number. The keys are then
-    those of the queries' tokens, after `n_before` others. None: queries may see all keys."""
+    """If not None, queries see no keys more than `n_before` tokens before their own. The keys must
+    then be those of the queries' tokens, preceded by `n_before` others."""
 
 
 def ring_attention(
@@ -318,13 +318,13 @@ def _ring_backward(axes, mask, saved, d_out_BTGK):
     queries = Queries(q_BTGK, q_at, d_out_BTGK, lse_BTG, delta_BTG)
 
     def add_gradients(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
-        # d_kvs: of this device's own block, and of the block whose gradients arrived last.
+        # d_kvs: gradients of this device's block, and of the block whose gradients arrived last.
         dq_BTGK, d_kvs = found
         d_kv = _zeros(jnp.stack(keys[:2]), lse_BTG.dtype)
         for chunks in pairs:
             pair = _pair_of_chunks(queries, keys, *chunks)
             dq_BTGK, d_kv = block_gradients(mask, queries, keys, pair, (dq_BTGK, d_kv))
-        if step > 1:  # the gradients of a block follow it, one step behind
+        if step > 1:  # a block's gradients follow it one step behind
             *d_kvs, travelling = d_kvs
             d_kv += _send_to_next(travelling, axes)
         return dq_BTGK, [*d_kvs, d_kv]
@@ -471,7 +471,7 @@ _attend_once.defvjp(_attend_once_forward, _attend_once_backward)
 
 
 def _nothing_seen(queries: Queries) -> tuple[jax.Array, jax.Array]:
-    """Return the `found` of `attend_block` for queries that have not seen any keys yet."""
+    """Return the initial `found` of `attend_block`, for queries that have seen no keys."""
     out_BTGK = _zeros(queries.q_BTGK, _float32_or_64(queries.q_BTGK))
     return out_BTGK, jnp.full_like(out_BTGK[..., 0], -jnp.inf)
 
@@ -479,8 +479,9 @@ def _nothing_seen(queries: Queries) -> tuple[jax.Array, jax.Array]:
 def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return zeros with the shape of `x`.
 
-    They depend on `x`. Otherwise, XLA for CPUs would allocate the zeros for all blocks of a layer
-    before it processes the first block. They are NaN if the first element of `x` is not finite.
+    They are computed from `x`, because XLA for CPUs would otherwise allocate the zeros for all
+    blocks of a layer before processing the first block. If the first element of `x` is not finite,
+    they are NaN.
     """
     return jnp.broadcast_to(0 * x[(0,) * x.ndim].astype(dtype), x.shape)
 
@@ -488,15 +489,15 @@ def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def attend_block(
     mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `found`, merged with attention to one block of keys.
+    """Return `found`, merged with the attention output for one block of keys.
 
     Memory is O(T), because at most `QUERIES` queries are processed at a time.
 
     Args:
         mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).
-        found: out_BTGK, attention to the blocks before, and lse_BTG, the log-sum-exp of its scores,
-            in float32 (float64 for float64 operands). If a query has not seen any keys, these are 0
-            and -inf, and it must see a key of this block.
+        found: the output out_BTGK for the previous blocks, and the log-sum-exp lse_BTG of their
+            scores, in float32 (float64 for float64 operands). If a query has not seen any keys,
+            these are 0 and -inf, and it must see a key of this block.
     """
     queries = _with_dependent_positions(queries)
     firsts, n_queries, n_keys = _split_pair(pair)
@@ -520,10 +521,10 @@ def attend_block(
 def block_gradients(
     mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `found` plus the gradients of attention to one block of keys.
+    """Return `found` plus the gradients for one block of keys.
 
-    `queries` holds the log-sum-exp and the output over all blocks. This makes the gradients of the
-    blocks add up (arXiv 2205.14135, appendix B.2). For the other arguments, see `attend_block`.
+    `queries.lse_BTG` and `queries.delta_BTG` are computed over all blocks, so that the gradients of
+    the blocks add up (arXiv 2205.14135, appendix B.2). For the other arguments, see `attend_block`.
 
     Args:
         found: dq_BTGK, and the gradients of the keys and values (2, B, S, G, K), in float32
@@ -571,7 +572,7 @@ def _float32_or_64(x: jax.Array) -> jnp.dtype:
 
 
 def _with_dependent_positions(queries: Queries) -> Queries:
-    """Return the queries, with positions that depend on them.
+    """Make the positions depend on the queries.
 
     Otherwise, jax.checkpoint of a layer would keep the masks of all blocks, because they do not
     depend on differentiated values.
@@ -585,8 +586,8 @@ def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
     If their number has no divisor from QUERIES / 8 to QUERIES, there is one part.
 
     Returns:
-        The first query of each part and the first key that it may see, int32 (N,). The number of
-        queries and the number of keys of a part.
+        The first query of each part and the first key that it may see, int32 (N,). The numbers of
+        queries and keys per part.
     """
     T, S = pair.n_queries, pair.n_keys
     size = max(n for n in range(1, QUERIES + 1) if T % n == 0)
@@ -600,7 +601,7 @@ def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
 
 
 def _slice(of_tokens: Any, first: jax.Array, size: int) -> Any:
-    """Return `size` of the queries or of the keys and values, starting with `first`."""
+    """Return `size` queries, or `size` keys and values, starting with `first`."""
     at = jax.tree.map(lambda x: _tokens(x, first, size, axis=-1), of_tokens.at)
     arrays = jax.tree.map(lambda x: _tokens(x, first, size), of_tokens._replace(at=None))
     return arrays._replace(at=at)
@@ -611,7 +612,7 @@ def _tokens(x: jax.Array, first: jax.Array, size: int, axis: int = 1) -> jax.Arr
 
 
 def _write(arrays: Any, parts: Any, first: jax.Array, axis: int = 1) -> Any:
-    """Return the arrays after writing each part to its array, from token `first` on."""
+    """Write each part to its array, starting at token `first`; return the arrays."""
     return jax.tree.map(
         lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, first, axis), arrays, parts
     )
