@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.models.attention import TokenPositions, visible_keys, xla_attention
-from jaxgpt.parallel import context
+from jaxgpt.parallel import context, ring
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.plan.program import COMPILE_ONLY
@@ -46,7 +46,7 @@ def split(impl, n, q, k, v, at, window):
             return context.ulysses_attention(AXES, xla_attention, q, k, v, at, at, window, None)
         q, k, v, *at = (context.to_zigzag(x, AXES) for x in (q, k, v, *at))
         at = context.gather_positions(TokenPositions(*at), AXES)
-        out = context.ring_attention(AXES, visible_keys, q, k, v, at, at, window, None)
+        out = ring.ring_attention(AXES, visible_keys, q, k, v, at, at, window, None)
         return context.from_zigzag(out, AXES)
 
     tokens = PartitionSpec(None, "context")
@@ -274,7 +274,7 @@ def test_all_devices_of_a_causal_ring_compute_equally_much():
         source = (i - step) % n
         computed += [
             (chunks[i][mine], chunks[source][theirs])
-            for mine, theirs in context.visible_pairs(step, i, source)
+            for mine, theirs in ring.visible_pairs(step, i, source)
         ]
     assert sorted(computed) == [(q, k) for q in range(2 * n) for k in range(q + 1)]
 
