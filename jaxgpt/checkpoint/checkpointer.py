@@ -129,14 +129,17 @@ class Checkpoints:
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
         """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
-        This first waits for any earlier save, and removes any existing checkpoint of this step and
-        the checkpoints that the retention settings do not keep. If this save fails, the next
-        `save`, `restore` or `close` reports it. All processes call this together.
+        This first waits for any earlier save, but not for copying the previous checkpoint from
+        checkpoint.local, and removes any existing checkpoint of this step and the checkpoints that
+        the retention settings do not keep. If this save fails, the next `save`, `restore` or
+        `close` reports it; a failed copy may be reported one `save` later. All processes call this
+        together.
 
         Args:
             step: the step after which `tree` was computed.
             tree: the arrays.
-            meta: the JSON; this method adds the step and the checksums.
+            meta: the other keys that `read_meta` describes; this method adds the step and the
+                checksums.
 
         Raises `UsageError` on all processes if an earlier save has failed and the run cannot
         continue, because checkpoint.on_error=stop or because there is no complete checkpoint.

@@ -312,7 +312,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Parallel layout. It affects speed and memory, but changes results only up to rounding."""
+    """Parallel layout. It affects speed and memory, but changes results only up to rounding.
+
+    There is one exception: with train.batch_size_per_device, the mesh determines the batch size.
+    """
 
     mesh: str = "-1,1,1"
     """Sizes of the mesh axes data,fsdp,tensor, such as 2,1,4, or by name, such as
@@ -337,7 +340,8 @@ class ParallelConfig:
     parallel.offload=state."""
     reduce_every: Literal["step", "microbatch"] = "step"
     """When to reduce accumulated gradients over devices: once per step, or after each microbatch,
-    which saves memory with ZeRO stages 2 and 3."""
+    which saves memory with ZeRO stages 2 and 3 and has no effect with stages 0 and 1.
+    parallel.offload=state always reduces them after each microbatch."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are sent between devices; bfloat16 halves the traffic."""
     schedule: Literal["gpipe", "circular"] = "gpipe"

@@ -153,7 +153,8 @@ class JaxGPT(TemplateLM):
         """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
         It has at most max_gen_toks tokens. A context that leaves no room for max_gen_toks tokens is
-        truncated on the left. Raises `UsageError` for generation options that are not supported.
+        truncated on the left. Raises `UsageError` like `tok_encode`, and for generation options
+        that are not supported or out of range.
         """
         out = []
         for request in requests:

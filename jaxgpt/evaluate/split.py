@@ -90,7 +90,7 @@ class Split:
 
     dataset: Dataset
     name: str  # name of a split, or `ALL`
-    trained: Trained  # its config has the end-of-text token of this data
+    trained: Trained  # with data.document_mask, it has this data's end-of-text token
     tokenizer: Tokenizer | None
     windows: tuple[Windows, ...]  # one for each sequence in `texts`
     warnings: tuple[str, ...] = ()
@@ -211,8 +211,9 @@ def _describe(tokenizer: Tokenizer) -> str:
 def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index of the first token, token IDs) for chunks of at most `CHUNK_TOKENS` tokens.
 
-    If possible, chunks end at document boundaries, because some tokenizers can only decode complete
-    documents. Raises `UsageError` if the file cannot be read.
+    The IDs have shape (n,) and the file's dtype. If possible, chunks end at document boundaries,
+    because some tokenizers can only decode complete documents. Raises `UsageError` if the file
+    cannot be read or is too short.
     """
     first = 0
     while first < text.size:

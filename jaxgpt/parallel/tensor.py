@@ -116,7 +116,11 @@ class ParallelContext:
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
-        """Return the first of this device's T positions outside tensor-parallel regions."""
+        """Return the first of this device's T positions outside tensor-parallel regions.
+
+        In the zigzag layout of a ring, a device's positions are not consecutive, and the result is
+        not valid.
+        """
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
 

@@ -15,8 +15,8 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the newest runs at / and each run at /NAME until interrupted.
 
-    Files in run directories are not served. Raises `UsageError` if a path has no run,
-    if Bokeh is not installed, or if the port is taken.
+    Files in run directories are not served. Raises `UsageError` if a path has no run, if a
+    metrics.jsonl cannot be read, if Bokeh is not installed, or if the port cannot be opened.
     """
     runs = read_runs(paths)
     Plots(runs[:1], MAX_POINTS)  # raises the error if Bokeh is not installed

@@ -25,7 +25,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class JsonLines:
     """Writes metrics.jsonl. Non-finite numbers become null.
 
-    If a write or a rewind fails, the method raises an error, and the next call retries it first.
+    A failed write raises `OSError`, and a failed rewind raises `UsageError` or `OSError`. The next
+    call retries it first.
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:

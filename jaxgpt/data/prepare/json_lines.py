@@ -55,7 +55,8 @@ class LineReader:
 
         Raises:
             UsageError: if the line is not a valid document, if its kind differs from the previous
-                lines, or if the chat template is missing, invalid or not needed.
+                lines, if the chat template is missing, invalid or not needed, or if jinja2 is
+                missing or too old.
         """
         try:
             value = json.loads(line)
