@@ -64,7 +64,8 @@ def initialize_jax(
     Returns:
         A JSON-serializable dict of facts about the job, its devices and JAX, for the log and
         `cluster.json`. `coordinator` is host:port, or None for a single process or if the processes
-        were already connected. `notes` are log lines. `ranks` has the `host` and the `devices` of each process.
+        were already connected. `notes` are log lines. `ranks` has the `host` and the `devices` of
+        each process.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
