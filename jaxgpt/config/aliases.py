@@ -116,7 +116,7 @@ SETTINGS = {
     "tensor_parallel_degree ici_tensor_parallelism": "mesh.tensor={} mesh.rest=fsdp",
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism "
     "dcn_pipeline_parallelism": "mesh.stage={}",
-    "num_pipeline_microbatches": "train.gradient_accumulation_steps={}",
+    "num_pipeline_microbatches": "later.pipeline_microbatches={}",
     "num_pipeline_repeats": "parallel.schedule=circular parallel.stage_repeats={}",
     "context_parallel_size ds_sequence_parallel_size": "mesh.context={}",
     "context_parallel_degree ici_context_parallelism dcn_context_parallelism": (

@@ -391,7 +391,7 @@ def _set_mesh(line: CommandLine) -> None:
 def _set_batch(line: CommandLine) -> None:
     """Set the batch size from Megatron's and nanoGPT's microbatch sizes."""
     later, words = line.later, line.words
-    if "per_device" in later:
+    if "per_device" in later or "pipeline_microbatches" in later:
         _set_maxtext_batch(line)
     if "micro_batch_size" in later:
         shown = line.shown["micro_batch_size"]
@@ -421,22 +421,30 @@ def _set_batch(line: CommandLine) -> None:
 
 
 def _set_maxtext_batch(line: CommandLine) -> None:
-    """Set the batch size from MaxText's per_device_batch_size.
+    """Set the batch size and the microbatches from MaxText's flags.
 
-    MaxText counts all devices, even those that share rows, and a pipeline splits this batch into
-    microbatches, by default one per stage.
+    MaxText's per_device_batch_size counts all devices, even those that share rows. A pipeline
+    splits this batch into microbatches, by default one per stage.
     """
-    shown, key = line.shown["per_device"], "train.gradient_accumulation_steps"
-    size = _whole(line.later["per_device"][0].removesuffix(".0"))
+    key, later = "train.gradient_accumulation_steps", line.later
     try:
         shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
     except ValueError:  # reported with the value
         return
-    sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
     stages, n = shape.split_of("splits_layers"), 1
+    microbatches = later.get("pipeline_microbatches", ["-1"])[0]
     if stages > 1:
+        if microbatches != "-1":
+            line.put(key, [microbatches], line.shown["pipeline_microbatches"])
         n = _number(line, key) or stages
         line.words.setdefault(key, [str(n)])
+    elif microbatches != "-1":
+        shown = line.shown["pipeline_microbatches"]
+        line.notes.append(f"{shown}: ignored, because the mesh has no stage axis")
+    if "per_device" not in later:
+        return
+    shown, size = line.shown["per_device"], _whole(later["per_device"][0].removesuffix(".0"))
+    sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
     rows = (size or 0) * math.prod(shape[axis] for axis in sharing)
     if rows > 0 and rows % n == 0:
         line.put("train.batch_size_per_device", [str(rows // n)], shown)

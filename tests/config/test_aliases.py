@@ -180,6 +180,16 @@ WORKS = [
         16,
     ),
     (
+        "model_name=llama2-7b per_device_batch_size=8 --mesh 2,2,1 num_pipeline_microbatches=4",
+        "train.batch_size",
+        32,
+    ),
+    (
+        "model_name=llama2-7b --mesh stage=2,fsdp=2 num_pipeline_microbatches=-1",
+        "train.gradient_accumulation_steps",
+        2,
+    ),
+    (
         "model_name=llama2-7b per_device_batch_size=4 --mesh stage=2,fsdp=2",
         "train.gradient_accumulation_steps",
         2,
