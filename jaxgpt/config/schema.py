@@ -245,7 +245,8 @@ class TrainConfig:
     eval_interval: CountOrZero = 150
     """Steps between evaluations and generated samples; 0 evaluates only after the last step."""
     eval_iters: Count = 10
-    """Number of batches per split in an evaluation. Every evaluation uses the same batches."""
+    """Number of batches per split in an evaluation. A batch is as large as a microbatch. Every
+    evaluation of a run uses the same batches."""
     log_interval: LogInterval = 10
     """Steps between log lines."""
     log_columns: tuple[str, ...] = ()

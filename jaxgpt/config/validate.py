@@ -282,7 +282,8 @@ def _check_pipeline(config: Config, n_stages: int) -> None:
     _require(
         n >= n_stages,
         f"train.gradient_accumulation_steps={n}: a pipeline with stage={n_stages} needs at least "
-        f"{n_stages} microbatches ({key}); use more microbatches, or fewer stages",
+        f"{n_stages} microbatches ({key}); use train.gradient_accumulation_steps={n_stages} or "
+        "more, or fewer stages",
     )
     _require(
         parallel.reduce_every == "step",

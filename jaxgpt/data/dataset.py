@@ -286,7 +286,8 @@ def _open_source(
         if split not in tokens:
             raise UsageError(
                 f"{entry.key}: {entry.path} has no split {split}, but only "
-                f"{', '.join(opened.tokens)}; give other data, or prepare it with --split {split}"
+                f"{', '.join(opened.tokens)}; give other data, or prepare the split in a folder of "
+                f"its own with --split {split}; jaxgpt.evaluate --input FILE scores a text file"
             )
         if tokens[split].size < least:
             remedy = "add data or reduce model.block_size"

@@ -24,7 +24,14 @@ from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.tokenizers import FileTokenizer, same_tokens, tokenizer_from_meta
+from jaxgpt.data.tokenizers import (
+    FILE,
+    SENTENCEPIECE,
+    ByteTokenizer,
+    FileTokenizer,
+    same_tokens,
+    tokenizer_from_meta,
+)
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
@@ -304,8 +311,14 @@ def _share_tokenizer(
     what = f"{name} has a different tokenizer from the weights of {key}"
     if config.data.accept_changes:
         return config, [f"warning: {what}; accepted by data.accept_changes"]
+    if isinstance(tokenizer, ByteTokenizer):
+        given = "byte"
+    elif any((folder / file).is_file() for file in (FILE, SENTENCEPIECE)):
+        given = str(folder)
+    else:
+        given = "FOLDER, the folder of the data that the weights were trained on"
     raise UsageError(
-        f"{what}; prepare the data with --tokenizer {folder}, or accept it with "
+        f"{what}; prepare the data with --tokenizer {given}, or accept it with "
         "data.accept_changes=True"
     )
 

@@ -1,6 +1,10 @@
 """The last lines of a run's log."""
 
+import importlib.machinery
+import importlib.util
 import json
+
+import pytest
 
 from jaxgpt.train.reporting.ending import WIDTH, ending_lines, sparkline
 
@@ -12,7 +16,15 @@ def test_a_sparkline_has_a_bar_for_the_mean_of_each_part():
     assert halves == "▁" * (WIDTH // 2) + "█" * (WIDTH // 2)
 
 
-def test_the_last_lines_show_the_losses_and_where_to_look(tmp_path):
+@pytest.fixture(params=[False, True])
+def options(request, monkeypatch):
+    """The options of the report command that work without Bokeh, and with it."""
+    spec = importlib.machinery.ModuleSpec("bokeh", None) if request.param else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    return "" if request.param else " --text"
+
+
+def test_the_last_lines_show_the_losses_and_where_to_look(tmp_path, options):
     records = [
         {
             "kind": "train",
@@ -30,13 +42,13 @@ def test_the_last_lines_show_the_losses_and_where_to_look(tmp_path):
         "tokens/s  1,000 ▁▅█ 3,000  steps 1 to 3",
         f"log       {tmp_path}/train.log",
         "curves    tensorboard --logdir here",
-        f"report    python -m jaxgpt.report {tmp_path}",
+        f"report    python -m jaxgpt.report {tmp_path}{options}",
     ]
 
 
-def test_a_run_without_steps_has_no_sparklines(tmp_path):
+def test_a_run_without_steps_has_no_sparklines(tmp_path, options):
     (tmp_path / "metrics.jsonl").write_text("")
     assert ending_lines(tmp_path, []) == [
         f"log       {tmp_path}/train.log",
-        f"report    python -m jaxgpt.report {tmp_path}",
+        f"report    python -m jaxgpt.report {tmp_path}{options}",
     ]

@@ -1,5 +1,6 @@
 """The last lines of a run's log."""
 
+import importlib.util
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
     """
     rows = [("log", str(directory / "train.log"))]
     rows += [("curves", view) for view in views]
-    rows.append(("report", f"python -m jaxgpt.report {shlex.quote(str(directory))}"))
+    text = "" if importlib.util.find_spec("bokeh") else " --text"  # a page needs Bokeh
+    rows.append(("report", f"python -m jaxgpt.report {shlex.quote(str(directory))}{text}"))
     records = [r for r in read_records(directory / METRICS, "train") if not r["skipped"]]
     for name, key, text in (
         ("tokens/s", "tokens_per_sec", "{:,.0f}".format),
