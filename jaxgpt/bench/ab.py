@@ -1,4 +1,4 @@
-"""Time per step under changes of settings, XLA options and JAX options, compared with no change.
+"""Time per step with changed settings, XLA options or JAX options, compared with no change.
 
 All variants of the step are compiled in one process, and take turns training the same state.
 """
@@ -24,7 +24,7 @@ UNCHANGED = "unchanged"
 
 
 class Change(NamedTuple):
-    """A change of the step, parsed from words such as `xla_gpu_autotune_level=0`."""
+    """A change to the step, parsed from words such as `xla_gpu_autotune_level=0`."""
 
     config: Config
     xla_options: dict[str, Any]
@@ -109,7 +109,7 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
 
 
 def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
-    """Compile the step with a change. Raises `UsageError` if the state or the batch differ."""
+    """Compile the step with a change. Raises `UsageError` if the state or the batch differs."""
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
     steps = make_steps(
@@ -131,7 +131,7 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
 
 
 def _check_options(text: str, change: Change) -> None:
-    """Raise `UsageError` if JAX or XLA do not know an option or its value."""
+    """Raise `UsageError` if JAX or XLA rejects an option or its value."""
     try:
         with _jax_options(change.jax_options):
             jax.jit(lambda x: x + 1).lower(0).compile(change.xla_options)

@@ -89,7 +89,7 @@ class Rounds:
     def run_compiled_step(self, n_steps: int, step: Callable[..., Any] | None = None) -> float:
         """Run the compiled step `n_steps` >= 1 times on one batch; return the seconds per step.
 
-        `step` is another compiled step with the same arguments to run instead.
+        If `step` is given, it runs instead. It must take the same arguments.
         """
         step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()

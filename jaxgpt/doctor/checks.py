@@ -101,7 +101,7 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
     """
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed for a single process")
-    # Skip the host of process 0 (f.host is 0), which may reach itself only by loopback.
+    # Skip the host of process 0 (f.host is 0), which may have to use loopback to reach itself.
     others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
     finding += "".join(f"; {n}" for n in found["notes"] if n.startswith("cleared"))  # proxies
@@ -242,6 +242,6 @@ def _by_value(values: Sequence[str], job: Job) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """Return the first four distinct names and the number of the others."""
+    """Return the first four distinct names, and how many more there are."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

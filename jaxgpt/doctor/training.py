@@ -57,7 +57,7 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
 
 
 def training_check(cluster: ProcessGroup) -> Check:
-    """Train ten steps on all processes, and compare losses and parameters across processes.
+    """Train for ten steps on all processes, and compare losses and parameters across processes.
 
     All processes call this together.
     """

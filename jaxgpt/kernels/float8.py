@@ -32,13 +32,14 @@ class Quantized(NamedTuple):
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
     """Round x to an FP8 dtype, after multiplying it by the largest power of two that fits.
 
-    Scaling by a power of two adds no rounding error. Only elements that are too small lose
-    accuracy, because they become subnormal or 0: in E4M3, those below 1/14,000 of the largest.
+    Scaling by a power of two adds no rounding error. Only very small elements lose accuracy,
+    because they become subnormal or 0. In E4M3, these are the elements below 1/14,000 of the
+    largest.
 
     Inside `shard_map`, each device scales its own part of x, so no communication is needed. Scales
     are divided out before partial products are summed over devices.
 
-    NaN or infinity in x makes every product with it NaN.
+    If x contains NaN or infinity, every product with it is NaN.
     """
     largest = jnp.maximum(jnp.abs(x).max().astype(jnp.float32), 1e-30)
     factor = float(jnp.finfo(dtype).max) / largest

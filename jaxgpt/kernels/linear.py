@@ -48,7 +48,8 @@ def matmul_parts(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, ...]:
 
     Each slice is computed by a separate matmul. cuDNN attention needs q, k and v in contiguous
     arrays, and copying them out of one result would move 2% more bytes in a step of `gpt2` on an
-    H100. The gradient is that of `matmul`, because separate matmuls would not save anything there.
+    H100. The gradient is computed as in `matmul`, because separate matmuls would not save anything
+    there.
     """
     return _parts_forward(x, w, n)[0]
 

@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Return the text that the command prints. Starts JAX with simulated CPU devices.
 
-    `arguments` come from `parser`, and `rest` holds the settings of jaxgpt.train. Raises
-    `UsageError` if an option or a setting is invalid, or does not fit the mesh or the device, or if
-    the vocabulary size is unknown.
+    `arguments` come from `parser`, and `rest` holds settings for jaxgpt.train. Raises `UsageError`
+    if an option or a setting is invalid or incompatible with the mesh or the device, or if the
+    vocabulary size is unknown.
     """
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
 
 def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the number of devices from --advise or the mesh, where -1 counts as 1.
+    """Return the number of devices from --advise or the mesh (an axis of -1 counts as 1).
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
@@ -142,7 +142,7 @@ def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
     """Return the number of devices per host, at most `n_devices`.
 
     Args:
-        given: the value of --devices-per-host; None uses the device's default.
+        given: the value of --devices-per-host; if None, the device's default is used.
 
     Raises:
         UsageError: if this number does not divide `n_devices`.

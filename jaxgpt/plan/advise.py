@@ -20,7 +20,7 @@ from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-# To rank before a simpler layout, a layout must take less than this fraction of its step time.
+# A layout ranks before a simpler one if its step time is less than this fraction of the other's.
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
 MIN_SLICE = 2048  # tokens; minimum length of a slice of a row along `context`
@@ -37,7 +37,7 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 
 
 class Advice(NamedTuple):
-    """The best layouts, compiled, and the number of meshes that were compared."""
+    """The best layouts, after compilation, and the number of meshes compared."""
 
     plans: list[Plan]  # best first
     n_meshes: int
@@ -59,7 +59,7 @@ def search_layouts(
     config.model.vocab_size must be set.
 
     Raises:
-        UsageError: if no mesh divides the batch, or if `compile_step` raises it.
+        UsageError: if no mesh divides the batch, or for the same reasons as in `compile_step`.
     """
     estimator = Estimator(config, device, devices_per_host)
     found = []
@@ -94,7 +94,7 @@ class Estimator:
         self.n_moments = n_moments(config.optimizer)
 
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan with the least remat that fits, or with full remat if none fits."""
+        """Return the plan for the least remat that fits, or for full remat if none fits."""
         smallest = self.plan(mesh, config.replace(parallel__remat=REMATS[-1]))
         if not smallest.fits:
             return smallest
@@ -102,7 +102,7 @@ class Estimator:
         return next((plan for plan in plans if plan.fits), smallest)
 
     def plan(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan of a layout, without collectives if it does not fit."""
+        """Return the plan for a layout. If the layout does not fit, collectives are left out."""
         memory = estimate_memory(config, mesh, self.n_moments, self.stores_scores)
         program = Program(memory, stores_scores=self.stores_scores)
         plan = Plan(config, mesh, self.device, self.devices_per_host, program)
@@ -113,7 +113,7 @@ class Estimator:
 
 
 def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[MeshShape]:
-    """Yield the meshes for `n_devices` that can be compiled, simplest first.
+    """Yield meshes of `n_devices` devices for which the step can be compiled, simplest first.
 
     `tensor` stays within a host, because every layer waits for it.
     """
@@ -203,7 +203,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _order(plan: Plan) -> tuple[bool, float]:
-    """Sort key that prefers layouts that fit, then fast ones or, if none fits, small ones."""
+    """Sort key: layouts that fit come first, then faster layouts (smaller ones, if none fits)."""
     return not plan.fits, _seconds(plan) if plan.fits else plan.memory.total
 
 

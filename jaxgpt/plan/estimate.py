@@ -10,7 +10,7 @@ from jaxgpt.perf.memory import ELEMENT
 from jaxgpt.plan.program import Memory
 from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
 
-SCORE_COPIES = 3  # float32 copies of the scores in memory, for a kernel that stores scores
+SCORE_COPIES = 3  # number of float32 copies of the scores, if the kernel stores them
 
 
 def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
@@ -68,7 +68,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
 def layer_activations(
     config: Config, mesh: MeshShape, tokens: int, stores_scores: bool
 ) -> tuple[int, int]:
-    """Return the bytes that a layer saves for its backward pass, and those that this pass uses.
+    """Return the bytes that a layer saves for its backward pass, and the bytes that the pass uses.
 
     They follow equation 2 of arXiv 2205.05198, without dropout. Norms and residuals are split over
     `tensor` only with sequence parallelism.

@@ -60,7 +60,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, its program, and everything that is known before it runs.
+    """A layout, its program, and everything known before it runs.
 
     The program is compiled or estimated, or holds only the size of the state (see `is_complete`).
     """
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the memory for activations is known; otherwise, only the size of the state is."""
+        """Whether the memory for activations is known, and not only the size of the state."""
         return self.memory.activations_and_temporaries > 0
 
     @property
@@ -159,8 +159,8 @@ class Plan:
     def is_exposed(self, c: Collective) -> bool:
         """Return whether computation waits for a collective.
 
-        This is always so in a pipeline, which gathers weights before its loop and reduces gradients
-        after it.
+        It always does in a pipeline, because weights are gathered before the loop and gradients are
+        reduced after it.
         """
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 
@@ -211,7 +211,7 @@ class Plan:
 
     @functools.cached_property
     def estimate(self) -> Estimate | None:
-        """Estimated times; None if the device's speed is unknown or the step was not compiled."""
+        """Estimated times; None if the device's speed or the memory for activations is unknown."""
         device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
         peak = device.peak_flops.get(self.config.train.dtype)
         if peak is None or not self.is_complete:

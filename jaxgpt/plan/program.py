@@ -70,8 +70,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     config.model.vocab_size must be set.
 
     Raises:
-        UsageError: if the attention kernel or train.matmul_dtype cannot run on the device, if the
-            mesh does not fit the model, or if an option names an unknown layer or optimizer.
+        UsageError: if the device does not support the attention kernel or train.matmul_dtype, if
+            the mesh does not fit the model, or if an option names an unknown layer or optimizer.
     """
     kernel, reason = choose_attention(
         AttentionSetting(
@@ -92,7 +92,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
         # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
         stand_in = stand_in.replace(parallel__scan_layers=True)
-        if shape.split_of("splits_sequence") > 1:  # `auto` would choose for CPUs
+        if shape.split_of("splits_sequence") > 1:  # `auto` would assume CPUs
             impl, _ = choose_implementation(config, shape, device.devices_per_host)
             stand_in = stand_in.replace(parallel__context_impl=impl)
         if config.train.dtype == "bfloat16":
@@ -132,8 +132,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
-    Its devices store and send as many bytes, because it only has fewer replicas of the model. At
-    least two replicas are left, and each keeps its number of rows.
+    Only the number of replicas changes, so each device stores and sends the same number of bytes.
+    At least two replicas remain, and each processes the same number of rows as before.
     """
     axis = replica_axis()
     n = max(1, shape[axis])
@@ -158,8 +158,8 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the exact bytes of parameters, gradients and moments per device, without compiling.
 
     Activations are not included. The requirements and errors are the same as for `compile_step`,
-    except that attention kernels are not checked. For `cpu`, whose memory is the host's, `in_host`
-    and `host_at_once` are 0.
+    except that attention kernels are not checked. For `cpu`, which has no separate memory,
+    `in_host` and `host_at_once` are 0.
     """
     mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"

@@ -25,7 +25,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Traffic(Collective):
-    """All communication of one kind over the same mesh axes, for the same purpose."""
+    """All communication of one kind and purpose over the same mesh axes."""
 
     purpose: str
 
@@ -71,7 +71,7 @@ def local_parameters(
 class Work:
     """How often a device runs each part of the network in a step."""
 
-    tokens: int  # tokens of one microbatch on one device, not a number of times
+    tokens: int  # tokens of one microbatch on one device; the other fields count runs
     heads: int  # the output layer and the loss
     embeddings: int  # the forward pass of the embedding
     layers: int  # the forward pass of one layer, without recomputation
@@ -122,7 +122,7 @@ def expected_traffic(
 def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
     """Return the all-gathers of parameters.
 
-    ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer for its forward and again for its
+    ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer twice, for the forward and the
     backward pass. Embeddings are gathered once for the whole network. A pipeline gathers everything
     once per step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
     """
@@ -157,9 +157,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     """Return the reduction of gradients.
 
     Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, and all-reduces the
-    shards over the other axes. Gradients of weights that `tensor` does not split are also summed
-    over `tensor` with sequence parallelism, or if the weight is a vocabulary table. The stages of a
-    pipeline sum the gradients of weights outside the layers.
+    shards over the other axes. If `tensor` does not split a weight, its gradient is also
+    all-reduced over `tensor` when sequence parallelism is used or the weight is a vocabulary table.
+    Pipeline stages all-reduce the gradients of weights outside the layers.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
@@ -188,9 +188,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
 def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Traffic]:
     """Return the traffic of tensor and sequence parallelism (arXiv 1909.08053 and 2205.05198).
 
-    There are two all-reduces per layer in each pass, and one for the embedding and the output
-    layer. With sequence parallelism, a reduce-scatter and an all-gather replace each of them, and
-    the backward pass repeats the all-gathers of the forward pass (section 4.2.2).
+    Each pass has two all-reduces per layer, and one more for the embedding (forward) or the output
+    layer (backward). With sequence parallelism, a reduce-scatter and an all-gather replace each of
+    them, and the backward pass repeats the all-gathers of the forward pass (section 4.2.2).
     """
     axes = axes_with("splits_heads")
     if mesh.split_of("splits_heads") == 1:
@@ -200,7 +200,7 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
     rows = len([w for w in matrices if w.axes[-1] == "embed"])
     columns = len([w for w in matrices if w.axes[1] == "embed"])
     forward = work.layers + work.layers_again
-    # A recomputed layer needs all its sums except the last.
+    # A recomputed layer repeats all its reductions except the last.
     again = rows - 1 if config.parallel.remat == "full" else 0
 
     def times(purpose: str, kind: str, n: int) -> Traffic:
@@ -229,8 +229,8 @@ def _pipeline(
     """Return the traffic between the stages of a pipeline (arXiv 2104.04473, section 2.2).
 
     Activations move to the next stage in each tick, and their gradients move back. The outputs of
-    the last stage are scattered, and their gradients are gathered. If stages run other layers than
-    they store, they exchange weights twice, and accumulators and gradients once.
+    the last stage are scattered, and their gradients are gathered. If stages run layers that other
+    stages store, they exchange weights twice, and accumulators and gradients once.
     """
     axes = axes_with("splits_layers")
     if not work.ticks:
@@ -258,8 +258,8 @@ def _context_parallelism(
     """Return the traffic of context parallelism.
 
     Ulysses exchanges queries, keys, values and outputs (arXiv 2309.14509, section 3.2). In a ring,
-    keys and values are sent around in both passes, and their float32 gradients in the backward pass
-    (arXiv 2310.01889, section 3). Savings from windows shorter than half a row are ignored.
+    keys and values rotate in both passes, and their float32 gradients in the backward pass (arXiv
+    2310.01889, section 3). Savings from windows shorter than half a row are ignored.
     """
     axes, n = axes_with("splits_sequence"), mesh.split_of("splits_sequence")
     if n == 1:

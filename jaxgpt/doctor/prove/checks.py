@@ -25,7 +25,7 @@ NVIDIA = "driver_version,clocks.sm,clocks.max.sm,power.limit"
 SMALL_GPT2 = (
     "model.block_size=64", "model.n_layer=2", "train.batch_size=2", "train.dtype=float32", WHOLE,
 )  # fmt: skip
-# Name -> (steps per round of `bench step`, settings). The first two are timed by their own checks.
+# Name -> (steps per round of `bench step`, settings). The first two have separate checks.
 STEPS_ON_GPU = {
     "gpt2": (3, ("--config", "gpt2")),
     "gpt2-xl": (
@@ -100,7 +100,7 @@ def facts(commands: Commands) -> Iterator[Row]:
 
 
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
-    """Report the speed of the training steps called `name`."""
+    """Report the speed that `bench step` measures for the settings named `name`."""
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])
     for row_name, value, unit, note in (
@@ -187,7 +187,7 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory and step time predicted by `plan` with those of `bench step`.
+    """Compare the memory and step time predicted by `plan` with the results of `bench step`.
 
     Reuses the measurements of earlier checks. Raises the same errors as `Commands.json`.
     """
@@ -216,7 +216,7 @@ def profile(commands: Commands) -> Iterator[Row]:
     errors as `Commands.json`.
     """
     words = ("--steps", "1", "--rounds", "1", "--profile", str(commands.folder / "trace"))
-    # The trace would not name the operations in CUDA graphs.
+    # The trace would not show the operations in CUDA graphs.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     settings = _steps(commands)["gpt2"][1]
     step = _bench(commands, "step", *words, *settings, XLA_FLAGS=flags)
@@ -278,8 +278,8 @@ def ab_check(changes: Sequence[str]) -> dict[str, Check]:
     return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), 90)}
 
 
-# Most important first. The limits are about twice the longer of two durations: on two busy CPU
-# cores, and on an H100 (estimated from step times on an H200).
+# Most important first. Each limit is about twice the duration on two busy CPU cores or on an H100
+# (estimated from step times on an H200), whichever is longer.
 CHECKS: dict[str, Check] = {
     "facts": (facts, 90),
     "gpt2": (functools.partial(speed, name="gpt2"), 120),
@@ -312,7 +312,7 @@ def _bench(commands: Commands, *words: str, **variables: str) -> dict[str, Any]:
 
 
 def _bench_step(commands: Commands, name: str) -> dict[str, Any]:
-    """Return the result of `bench step` for the steps called `name`, and save it for `memory`."""
+    """Return the result of `bench step` for the settings named `name`; save it for `memory`."""
     n_steps, settings = _steps(commands)[name]
     found = _bench(commands, "step", "--steps", str(n_steps), "--rounds", "3", *settings)
     _saved_step(commands, name).write_text(json.dumps(found))
@@ -343,6 +343,6 @@ def _relative_difference(
 ) -> float:
     """Return the largest difference between losses of the same step, relative to `expected`.
 
-    Both arguments have (loss, gradient norm) for each step, and the same number of steps.
+    Both arguments hold (loss, gradient norm) for the same steps.
     """
     return max(abs(x - y) / abs(y) for (x, _), (y, _) in zip(found, expected, strict=True))

@@ -92,7 +92,7 @@ class Commands:
             text: the text of Tiny Shakespeare, if there is one.
         """
         self.folder, self.nanogpt, self.torch, self.text = folder, nanogpt, torch, text
-        self.cache = f"compile_cache={folder.parent / 'compiled'}"  # a setting of the commands
+        self.cache = f"compile_cache={folder.parent / 'compiled'}"  # a setting for the commands
         self.on_gpu = accelerator_expected()
         self._deadline = time.monotonic() + seconds
 
@@ -144,7 +144,7 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if the command ends before that, or something else kills it.
+            CommandFailed: if the command ends before that, or is killed by something else.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
         """
         command, is_reached = _command_line(module, words), False
