@@ -97,8 +97,8 @@ def _look_up(
 
     A record has the step, the row's number, its `origin` and, with a loss mask, the number of
     `targets` that count. `run` is None if there is no run directory. The tokens of all rows are
-    int32 (B, T+1). Their weights are uint8 (B, T+1), or None without a loss mask. Notes are remarks
-    and warnings for the user.
+    int32 (B, T+1). Their weights are uint8 (B, T+1), or None if there is no loss mask. Notes are
+    remarks and warnings for the user.
 
     Raises:
         UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting

@@ -129,9 +129,9 @@ def load_model(
     Args:
         run: a run directory, or the folder of a Hugging Face model, with or without the prefix
             `hf:`.
-        step: the step of the checkpoint to load; None loads the newest.
+        step: the step of the checkpoint to load, by default the newest.
         mesh: the mesh to run the model on.
-        dtype: compute dtype, float32 or bfloat16; None uses the run's.
+        dtype: compute dtype, float32 or bfloat16; by default the run's.
         batch_size: number of rows to compute at once.
         cluster: the processes of the job; None means only this process.
 
@@ -348,7 +348,7 @@ class Trainer:
 
         Args:
             run: the run directory.
-            step: the step of the checkpoint; None selects the newest.
+            step: the step of the checkpoint, by default the newest.
 
         Raises `UsageError` if there is no such checkpoint, if it is damaged, or if the model, the
         optimizer or the data differ from those of the run.

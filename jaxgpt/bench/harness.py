@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 
 def as_json(result: Result) -> str:
-    """Return one line of JSON: an object with the result's values and those of `environment`."""
+    """Return one line of JSON: an object with the values of the result and of `environment`."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 

@@ -114,7 +114,7 @@ def rates(
         "device_kind": device,
         "dtype": dtype,
         "attention": rounds.steps.attention,
-        "n_parameters": Value(n_parameters, note="without embeddings that are only looked up"),
+        "n_parameters": Value(n_parameters, note="without embeddings used only for lookups"),
         "batch_size": config.train.batch_size,
         "block_size": config.model.block_size,
         "seconds_per_step": Value(spread(seconds), "s", "in the trainer's loop"),

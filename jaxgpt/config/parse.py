@@ -100,7 +100,7 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints all keys, or those of one group (`--help model`), and exits with status 0. In
+    `--help` prints all keys, or the keys of one group (`--help model`), and exits with status 0. In
     the result, `train.batch_size_per_device` is None, because it has been converted to
     `train.batch_size`, unless `counts_devices_later` applies.
 

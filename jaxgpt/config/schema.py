@@ -49,9 +49,9 @@ class ModelConfig:
     """Number of attention heads, H."""
     n_kv_head: Count | None = None
     """Number of key-value heads, G. A number below n_head selects grouped-query attention (arXiv
-    2305.13245), and 1 selects multi-query attention. None uses n_head."""
+    2305.13245), and 1 selects multi-query attention. None means n_head."""
     head_dim: Count | None = None
-    """Size of each head, K. None uses n_embd / n_head."""
+    """Size of each head, K. None means n_embd / n_head."""
     n_embd: Count = 128
     """Width of the residual stream, D."""
     block_size: Count = 128
@@ -63,7 +63,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Apply RMSNorm to each query and key head before the rotary embeddings, as Qwen3 does."""
     query_pre_attn_scalar: Count | None = None
-    """Divide attention scores by the square root of this number (Gemma). None uses head_dim."""
+    """Divide attention scores by the square root of this number (Gemma). None means head_dim."""
     norm: Literal["layernorm", "rmsnorm", "rmsnorm_1p"] = "layernorm"
     """Norm layer: layernorm (GPT-2), rmsnorm (arXiv 1910.07467), or rmsnorm_1p, which multiplies by
     1 + scale (Gemma)."""
@@ -82,17 +82,17 @@ class ModelConfig:
     frequencies are not scaled."""
     local_rope_theta: Positive | None = None
     """Base of the rotary embeddings in local layers (Gemma 3). If it is set, rope_scaling applies
-    to global layers only. None uses the same rotary embeddings in all layers."""
+    to global layers only. If None, all layers use the same rotary embeddings."""
     mlp: str = "gelu"
     """Kind of MLP: gelu (exact), gelu_tanh (the tanh approximation, as in OpenAI's GPT-2), swiglu
     (arXiv 2002.05202), geglu_tanh (gated gelu_tanh, as in Gemma), or relu2 (arXiv 2109.08668)."""
     mlp_hidden: Count | None = None
-    """Width of the MLP, F. None uses 4 n_embd or, for swiglu, 8/3 n_embd rounded up to a multiple
+    """Width of the MLP, F. None means 4 n_embd or, for swiglu, 8/3 n_embd rounded up to a multiple
     of 256, as in Llama."""
     dropout: Rate = 0.0
     """Dropout rate for embeddings, attention weights and residuals; usually 0 for pre-training."""
     vocab_size: VocabSize | None = None
-    """Vocabulary size, V. None reads it from the data's meta.json."""
+    """Vocabulary size, V. If None, it is read from the data's meta.json."""
     tie_embeddings: bool = True
     """Share weights between the token embedding and the output layer."""
     scale_embeddings: bool = False
@@ -155,7 +155,7 @@ class OptimizerConfig:
     a short decay to min_lr at the end (wsd: warm-up, stable, decay; arXiv 2404.06395); or a
     constant rate (constant)."""
     min_lr: float | None = None
-    """Learning rate at and after step lr_decay_iters. None uses a tenth of the peak. The constant
+    """Learning rate at and after step lr_decay_iters. None means a tenth of the peak. The constant
     schedule ignores it."""
     warmup_iters: CountOrZero = 50
     """Number of steps of linear warm-up."""
@@ -163,7 +163,7 @@ class OptimizerConfig:
     """Step at which cosine or wsd reaches min_lr, usually train.max_iters. The two are separate
     settings, so that a longer run does not change the learning rates of earlier steps."""
     wsd_decay_iters: Count | None = None
-    """Number of steps of wsd's decay, which ends at lr_decay_iters. None uses a fifth of
+    """Number of steps of wsd's decay, which ends at lr_decay_iters. None means a fifth of
     lr_decay_iters."""
     wsd_decay: Literal["linear", "sqrt"] = "linear"
     """Shape of wsd's decay for x from 0 to 1: 1 - x (linear), or 1 - sqrt(x) (sqrt, arXiv
@@ -182,7 +182,7 @@ class OptimizerConfig:
     """Momentum of muon (Nesterov) and sgd; 0 disables it."""
     adamw_learning_rate: NonNegative | None = None
     """Peak learning rate of the parameters that muon leaves to adamw: embeddings, output layer,
-    norms and biases. It is scaled by the same schedule. None uses learning_rate, because muon's
+    norms and biases. It is scaled by the same schedule. None means learning_rate, because muon's
     updates are scaled to match adamw's."""
     grad_clip: NonNegative = 1.0
     """Clip gradients to this global norm; 0 disables clipping."""
@@ -223,7 +223,7 @@ class DataConfig:
     """Restrict attention to tokens of the same document, and count positions from its start. A
     document ends with its end-of-text token. The order of the data does not change."""
     end_of_text: CountOrZero | None = None
-    """ID of the end-of-text token, for data.document_mask. None uses the ID from the tokenizer."""
+    """ID of the end-of-text token, for data.document_mask. None means the ID from the tokenizer."""
     accept_changes: bool = False
     """Resume from a checkpoint even if the data has changed. This applies only to the current
     launch."""
@@ -238,7 +238,7 @@ class TrainConfig:
     batch_size: Count = 24
     """Global batch size: sequences per step of the whole job, on any mesh."""
     batch_size_per_device: Count | None = None
-    """Sequences per device and microbatch, in place of batch_size. The global batch size is this
+    """Sequences per device per microbatch, in place of batch_size. The global batch size is this
     number x the devices that split the batch (data x fsdp) x gradient_accumulation_steps."""
     gradient_accumulation_steps: Count = 1
     """Number of equal microbatches that the global batch is split into."""
@@ -281,7 +281,7 @@ class TrainConfig:
     tokenizers without one, token 0."""
     time_limit: Minutes | Literal["auto"] | None = "auto"
     """Minutes after which the run saves a checkpoint and stops with exit status 75. auto asks PBS
-    or Slurm when the job ends, and stops early enough to save. None sets no limit."""
+    or Slurm when the job ends, and stops early enough to save. None means no limit."""
     hang_timeout: Minutes | None = 30
     """Minutes without progress after which the job ends with exit status 70. For startup,
     restoring, compilation and saving, the limit is at least 30 minutes. None waits forever."""
@@ -306,7 +306,7 @@ class TrainConfig:
     tracker_project: str = "jaxgpt"
     """Project that wandb and trackio show the run in."""
     tracker_name: str | None = None
-    """Name of the run in wandb and trackio. None uses the name of the run directory."""
+    """Name of the run in wandb and trackio. None means the name of the run directory."""
     tracker_group: str | None = None
     """Group of the run in wandb and trackio."""
 
@@ -445,7 +445,7 @@ class Config:
     config: str = "tiny"
     """Name of a preset (a file in configs/), or path of a YAML file."""
     out: str | None = None
-    """Run directory. None uses runs/<config>-<time>. If the directory contains a run, that run is
+    """Run directory. None means runs/<config>-<time>. If the directory contains a run, that run is
     resumed."""
     compile_cache: str = "~/.cache/jaxgpt/compiled"
     """Folder in which compiled programs are cached for later runs; off disables the cache."""

@@ -15,7 +15,7 @@ from jaxgpt.config.errors import in_words
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.values import describe, settings, takes_many
 
-PADDING = 128  # Megatron pads the vocabulary to a multiple of this x the tensor axis
+PADDING = 128  # Megatron pads the vocabulary to a multiple of this times `tensor`
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
 
 

@@ -88,7 +88,7 @@ def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
 def words_of(kind: Any) -> list[str]:
     """Return the literals that a type allows, such as True and False.
 
-    The list is empty if there are none, or if None is the only one.
+    The list is empty if there are no literals or None is the only one.
     """
     if kind is bool:
         return ["True", "False"]

@@ -128,7 +128,7 @@ def to_hf(
     """Export the weights of a run as a transformers folder. Return the lines to print.
 
     Args:
-        step: checkpoint to export; None for the newest.
+        step: checkpoint to export, by default the newest.
         dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 

@@ -74,7 +74,7 @@ def to_nanogpt(
     """Export the weights of a run as safetensors, with nanoGPT's model_args in model_args.json.
 
     Args:
-        step: checkpoint to export; None for the newest.
+        step: checkpoint to export, by default the newest.
         dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 

@@ -35,7 +35,7 @@ class OpenSource:
 
     # Tokens of each split. If there is "train" but no "val", a run validates on the end of "train".
     tokens: dict[str, Tokens]
-    find_document: FindDocument | None = None  # None without a document index
+    find_document: FindDocument | None = None  # None if there is no document index
     meta: dict[str, Any] = field(default_factory=dict)  # contents of meta.json
 
 

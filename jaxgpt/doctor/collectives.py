@@ -157,9 +157,9 @@ def try_on_all(
 ) -> tuple[list[Any], str | None]:
     """Call a function on every process; return the results by rank, and the lowest rank's error.
 
-    The result of a failed process is None. The error is None if no process failed. The results must
-    be JSON values. A process prints its error immediately, because the others may be stuck in a
-    collective and never receive it.
+    The result of a failed process is None. If no process failed, the error is None. The results
+    must be JSON values. A process prints its error immediately, because the others may be stuck in
+    a collective and never receive it.
     """
     result = error = None
     try:

@@ -45,7 +45,7 @@ def _end_leftovers(job: str) -> None:
 def processes_of(job: str) -> list[int]:
     """Return the IDs of other processes whose environment contains the job's name.
 
-    Only processes on this host whose environment this user may read are found. Requires /proc.
+    Finds only processes on this host with an environment that this user can read. Requires /proc.
     """
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():

@@ -31,7 +31,7 @@ class Loss:
 
     nats: float  # sum of -ln p over the tokens
     n_tokens: int
-    n_bytes: int | None  # size of the tokens' UTF-8 text; None without a tokenizer
+    n_bytes: int | None  # size of the tokens' UTF-8 text; None if there is no tokenizer
 
     @property
     def mean(self) -> float:

@@ -143,7 +143,7 @@ def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     """Return the name of the kernel to run, and the reason for the choice.
 
     Raises:
-        UsageError: if model.attention names an unknown kernel, or one that cannot run.
+        UsageError: if model.attention names a kernel that is unknown or cannot run.
     """
     chosen = setting.config.attention
     if chosen != "auto":
@@ -186,8 +186,8 @@ def _first_kernel(setting: AttentionSetting) -> str:
 def stores_scores(config: ModelConfig) -> bool:
     """Return whether attention keeps T x T scores in memory.
 
-    `auto` stands for the kernel that it would choose on a CPU, because the devices are not known
-    here.
+    The devices are not known here, so `auto` is treated as the kernel that it would choose on a
+    CPU.
 
     Raises:
         UsageError: if model.attention names an unknown kernel.
@@ -234,7 +234,7 @@ def causal_attention(
 
     Args:
         dropout: rate at which attention weights are dropped if `keys_BH` is given.
-        attend: function that computes the attention of one block; None: `xla_attention`.
+        attend: function that computes the attention of one block, by default `xla_attention`.
 
     Returns:
         out_BTHK; see `Attention`.
@@ -284,8 +284,8 @@ def xla_attention(
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.
         dropout: rate at which attention weights are dropped if `keys_BH` is given.
-        block: a number for each block of queries with the same `keys_BH`, so that their dropout
-            masks differ.
+        block: number of the query block. Blocks with equal `keys_BH` need different numbers, so
+            that their dropout masks differ.
     """
     H, K = q_BTHK.shape[2:]
     k_BSHK = _repeat_heads(k_BSGK, H)

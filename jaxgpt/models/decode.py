@@ -154,7 +154,7 @@ def decode_step(
         last: index of the new token for which logits are returned. The tokens after it are padding.
 
     Returns:
-        logits_1V in float32 that follow token `last`, and the cache with the new tokens. V is the
+        float32 logits_1V for the token after `last`, and the cache with the new tokens. V is the
         padded vocabulary, or this device's shard of it.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
@@ -187,7 +187,7 @@ def _read_documents(
     """Find the document that each new token belongs to, and store it in the cache.
 
     Args:
-        is_end_T: bool (T,): whether each new token is the last one of its document.
+        is_end_T: bool (T,): whether each new token ends a document.
         positions_T: int32 (T,): positions of the new tokens in the sequence.
 
     Returns:

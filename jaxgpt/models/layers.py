@@ -23,7 +23,7 @@ from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
 INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this, for divisibility
+VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this to make them divisible
 
 # (x, W, number of dims to contract) -> x W
 Multiply = Callable[..., Any]
@@ -73,7 +73,7 @@ class LayerBuilder:
 
         Raises:
             UsageError: if `tensor` does not divide the first input dim. Each device would then hold
-                all inputs, and the sum over devices would count them several times.
+                all inputs, and the all-reduce would count them several times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
@@ -151,7 +151,7 @@ class Linear(nnx.Module):
         draw = nnx.initializers.normal(std)
         kernel = draw(build.rngs.params(), (*inputs, *outputs), jnp.float32)
         self.kernel = nnx.Param(kernel, logical_axes=axes, role="matrix", n_inputs=self.n_inputs)
-        # A row-parallel layer adds its bias after the sum over devices. The bias is small, so it is
+        # A row-parallel layer adds its bias after the all-reduce. The bias is small, so it is
         # replicated.
         own = tuple(axis if axis != "embed" else None for axis in axes[self.n_inputs :])
         bias = nnx.Param(jnp.zeros(outputs), logical_axes=own, role="bias")
@@ -177,7 +177,7 @@ class Linear(nnx.Module):
 class LayerKind(NamedTuple):
     """Attention options that may differ between layers."""
 
-    window: int | None  # number of positions a query attends to, including its own; None: all
+    window: int | None  # number of positions a query attends to, including its own; None if all
     rope_theta: float  # RoPE base
     rope_scaling: tuple[float, ...]  # values of model.rope_scaling
 

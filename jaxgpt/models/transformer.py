@@ -97,7 +97,7 @@ class GPT(nnx.Module):
         Args:
             config: the model options, with `vocab_size` set.
             dtype: compute dtype. Logits are rounded to it and returned as float32.
-            attend: attention function from `attention.KERNELS`; None: the `xla` kernel.
+            attend: attention function from `attention.KERNELS`, by default the `xla` kernel.
             parallel: how this device shares the model with other devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
             remat: value of parallel.remat.
@@ -293,7 +293,7 @@ class GPT(nnx.Module):
     def dropout_keys(
         self, batch: Batch, key: jax.Array | None, numbers_N: jax.Array
     ) -> jax.Array | None:
-        """Return keys_NB, a dropout key for each number and row, or None without dropout.
+        """Return keys_NB, a dropout key for each number and row, or None if there is no dropout.
 
         Keys depend on the row number in the global batch, but not on the device.
         """
@@ -356,7 +356,7 @@ class GPT(nnx.Module):
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
 
     def last_norm(self, x_BTD: jax.Array) -> jax.Array:
-        """Apply the final norm, and return the input of the output layer, whose T is not split."""
+        """Apply the final norm, and return the output layer's input, with T not split."""
         x_BTD = gather_params(self.norm, self.parallel)(x_BTD)  # B/b T/s D
         return self.parallel.copy_to_tensor_region(x_BTD)  # T/s -> T: B/b T D
 
@@ -364,7 +364,7 @@ class GPT(nnx.Module):
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
     """Return the network's `GraphDef` for `nnx.merge`; `options` are keyword arguments of `GPT`.
 
-    Raises `UsageError` like `GPT`.
+    Raises whatever `GPT` raises.
     """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 

@@ -14,7 +14,7 @@ from jaxgpt.parallel.sharding import LOGICAL_AXES, LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
-# Embeddings that are only looked up. A tied token embedding is also the output layer's matrix.
+# Embeddings used only for lookups. A tied token embedding is also the output layer's matrix.
 LOOKED_UP_ROLES = ("token_embedding", "position_embedding")
 
 
@@ -61,7 +61,7 @@ class Weight:
 
     @property
     def gather_dtype(self) -> str | None:
-        """Dtype of the weight when it is gathered and used; None: the compute dtype.
+        """Dtype of the weight when it is gathered and used. None means the compute dtype.
 
         Biases, norm scales and position embeddings stay in float32.
         """
@@ -112,9 +112,9 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Count the parameters, excluding vocabulary padding. `config.vocab_size` must be set.
 
     Returns:
-        (total, non-embedding): the second number excludes embeddings that are only looked up:
-        position embeddings and, with untied weights, token embeddings. For GPT-2 it equals the
-        number that nanoGPT reports.
+        (total, non-embedding): the second number excludes embeddings used only for lookups. These
+        are the position embeddings and, with untied weights, the token embeddings. For GPT-2 it
+        equals the number that nanoGPT reports.
 
     Raises:
         UsageError: if an option or layer is invalid; see `weights`.

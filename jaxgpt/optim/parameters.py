@@ -26,7 +26,7 @@ class Parameters:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the shardings; None without shardings."""
+        """The mesh of the shardings; None if there are no shardings."""
         return next((one.mesh for one in jax.tree.leaves(self.shardings)), None)
 
     def where(self, is_chosen: Callable[[Weight], bool]) -> "Parameters":

@@ -13,8 +13,8 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
 
     Args:
         remat: value of parallel.remat. `full` saves only the layer's input. `dots` saves the
-            results of linear layers and of sums over devices. `none` and `attention` leave the
-            layer unchanged, because `attention` is implemented by `without_scores` in
+            results of linear layers and of reductions over `tensor`. `none` and `attention` leave
+            the layer unchanged, because `attention` is implemented by `without_scores` in
             models/attention.py.
         in_loop: whether the layer runs inside `jax.lax.scan`. XLA cannot merge recomputed
             operations with the originals there, so no barrier is needed.

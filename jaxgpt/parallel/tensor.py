@@ -44,7 +44,7 @@ class ParallelContext:
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
         """Return this device's part of x W, contracted over the last n dims of x.
 
-        `kernel` is W, an array or a `ShardedParam`. With sequence parallelism, x is all-gathered
+        `kernel` is W (an array or a `ShardedParam`). With sequence parallelism, x is all-gathered
         over T first.
 
         Args:
@@ -68,7 +68,7 @@ class ParallelContext:
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return x W, contracted over the last n dims of x, which are split like W's inputs.
 
-        `kernel` is W, an array or a `ShardedParam`. Partial products are summed over `tensor`:
+        `kernel` is W (an array or a `ShardedParam`). Partial products are summed over `tensor`:
         all-reduced, or reduce-scattered over T with sequence parallelism.
         """
 

@@ -24,9 +24,9 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
     """Return the forward and backward FLOPs per token, as in `MFU_FORMULA`.
 
-    `n_parameters` (N) excludes embeddings that are only looked up. Attention is counted over the
-    whole block, even with a sliding window or a document mask. Grouped-query attention lowers the
-    result only through a smaller N.
+    `n_parameters` (N) excludes embeddings used only for lookups. Attention is counted over the
+    whole block, even with a sliding window or a document mask. Grouped-query attention changes the
+    result only by making N smaller.
     """
     heads = model.n_head * model.head_size
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
@@ -95,7 +95,7 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates by name for a step time of `dt` seconds; None for each if `dt` is None.
+        """Return all rates by name for a step time of `dt` seconds. All are None if `dt` is None.
 
         `mfu`, a fraction, is also None if the peak is unknown.
         """

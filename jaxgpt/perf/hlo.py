@@ -22,7 +22,7 @@ _MOVES |= {"pad", "reverse", "gather"}
 # Opcodes that are fused into other operations or take no time.
 FREE = {"parameter", "constant", "iota", "bitcast", "broadcast", "reshape", "tuple"}
 FREE |= {"get-tuple-element", "after-all"}
-# Opcodes that only run other instructions, which have their own events.
+# Opcodes that do nothing but run other instructions, which have events of their own.
 _CONTAINERS = {"while", "conditional", "call"}
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")

@@ -153,7 +153,7 @@ def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict
 
     `operations` must contain the name of every event. The dict has the number of `devices`, and the
     total `seconds` and `counts` by event name. `collectives` maps each collective's name to one
-    list per device of the seconds per execution.
+    list per device with the seconds of each execution.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -180,12 +180,12 @@ def summary(
     The keys are `steps`, `processes`, `seconds_per_step`, `device_seconds` (sum over all
     operations), `categories`, `collective_waiting` and `operations`, a list of dicts with `name`,
     `category`, `source`, `seconds`, `share` and `count` per step, slowest first. `parts` is a list
-    of dicts with `category`, `source` and `seconds`, slowest first, one for all operations with the
-    same category and source line. The numbers are means over the job's devices. `seconds` is the
-    time per step on process 0's clock. `operations` must contain the name of every event. `reports`
-    holds each process's result of `report`. An operation's `share` is its fraction of the total
-    seconds of all operations. If a device spends more time in a collective than the fastest device,
-    the difference counts as waiting.
+    of dicts with `category`, `source` and `seconds`, slowest first. Each covers all operations with
+    the same category and source line. The numbers are means over the job's devices. `seconds` is
+    the time per step on process 0's clock. `operations` must contain the name of every event.
+    `reports` holds each process's result of `report`. An operation's `share` is its fraction of the
+    total seconds of all operations. If a device spends more time in a collective than the fastest
+    device, the difference counts as waiting.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

@@ -38,9 +38,9 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Build the content of startup.json from all processes' reports, given in rank order.
 
-    Durations are in seconds, and timestamps are Unix times. The `total`, and each of the `phases`
-    that all processes have, is a dict of `min`, `mean`, `max` and `slowest_rank`. `slowest_phase`
-    is the phase with the largest `max`. `process_start`, `first_step_done`, `compile_cache` and
+    Durations are in seconds, and timestamps are Unix times. `total` is a dict of `min`, `mean`,
+    `max` and `slowest_rank`, as is each of the `phases` that all processes have. `slowest_phase` is
+    the phase with the largest `max`. `process_start`, `first_step_done`, `compile_cache` and
     `job_start_to_first_step` describe process 0. `job_start_to_first_step` is None if the start of
     the job is unknown.
     """

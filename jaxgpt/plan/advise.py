@@ -189,7 +189,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Omit plans that differ from two earlier plans only in `data` and `fsdp`."""
+    """Omit plans that match two earlier plans except in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)

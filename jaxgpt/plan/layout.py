@@ -62,7 +62,7 @@ class Estimate:
 class Plan:
     """A layout, its program, and everything known before it runs.
 
-    The program is compiled or estimated, or holds only the size of the state (see `is_complete`).
+    The program is compiled, estimated, or limited to the size of the state (see `is_complete`).
     """
 
     config: Config

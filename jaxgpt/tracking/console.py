@@ -33,7 +33,7 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Number of columns of the terminal that shows the output; None without a terminal.
+        """Number of columns of the terminal that shows the output; None if there is no terminal.
 
         If mpiexec on this host forwards the output, its terminal counts, too.
         """

@@ -15,7 +15,7 @@ from jaxgpt.train.inference import DecodeFn
 
 
 class Text(NamedTuple):
-    """A sequence that is being generated."""
+    """A partially generated sequence."""
 
     tokens_S: jax.Array  # int32 (S,): the prompt, the generated tokens, then padding
     n: jax.Array  # int32: number of tokens before the padding

@@ -28,7 +28,7 @@ from jaxgpt.train.step import weighted_mean
 # (logits_1V, updated cache); see `decode_step`.
 DecodeFn = Callable[..., tuple[jax.Array, Cache]]
 
-SMALL_BYTES = 2**28  # largest total size for which each device gathers all parameters to decode
+SMALL_BYTES = 2**28  # parameters up to this total size are copied to every device for decoding
 
 
 def eval_losses(

@@ -32,7 +32,7 @@ class StepsResult(NamedTuple):
     step: int
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
-    corrupted: tuple[int, ...] = ()  # mesh indices of devices that differ from their replicas
+    corrupted: tuple[int, ...] = ()  # mesh indices of devices that differ from the other replicas
     failure: str = ""  # why the run cannot continue
 
 
@@ -191,7 +191,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Compare replicas, if this is due, and return the mesh indices of devices that differ.
+    """If due, compare replicas and return the mesh indices of devices that differ.
 
     If train.verify_interval is set, replicas are compared at this interval and before every save.
     All processes call this together.

@@ -42,7 +42,7 @@ class DeviceFailed(Exception):
 
 
 class Job(NamedTuple):
-    """The parts of a run that restarts do not change."""
+    """Parts of a run that stay the same across restarts."""
 
     cluster: ProcessGroup
     steps: CompiledFunctions
@@ -246,7 +246,7 @@ def after_corruption(
     processes call this together.
 
     Args:
-        devices: mesh indices of devices whose parameters differ from those of their replicas.
+        devices: mesh indices of devices whose parameters differ from the other replicas.
         last: the step after which the difference was found.
         earlier: the checkpoints that earlier calls returned; this call appends its result.
 

@@ -59,7 +59,7 @@ _NOT_REPORTED = (
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
 
-    `step` is the checkpoint to resume from, or None for a new run, whose records are due only if
+    `step` is the checkpoint to resume from, or None for a new run. In a new run, records are due if
     train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as missing.
     Raises `OSError` if metrics.jsonl cannot be read.
     """
@@ -237,10 +237,10 @@ def prepare_weights(
 
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
     folder is converted into the run directory, and the tokenizer's files are copied there. In the
-    config, train.init_from is absolute, and data.tokenizer is set if only the weights come with a
-    tokenizer. Raises `UsageError` if the weights cannot be read, if the model does not match them,
-    or if the tokenizer does not match them and data.accept_changes is not set. Raises `OSError` if
-    the tokenizer's files cannot be copied.
+    config, train.init_from is an absolute path, and data.tokenizer is set if the weights have a
+    tokenizer and the data has none. Raises `UsageError` if the weights cannot be read, if the model
+    does not match them, or if the tokenizer does not match them and data.accept_changes is not set.
+    Raises `OSError` if the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -331,7 +331,7 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
-    The ranges include those skipped before the checkpoint. Their format is that of
+    This includes ranges skipped before the checkpoint. The format is the same as for
     train_range_to_skip: first, last, first, last, ... Each range in `asked` that contains steps
     trained before the checkpoint causes a warning. Raises `UsageError` if the checkpoint has a
     setting that this version does not know.

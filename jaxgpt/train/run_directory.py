@@ -87,7 +87,7 @@ class Run:
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
         """Return the JSON for a checkpoint of `step`, without the keys that `save_checkpoint` adds.
 
-        `rows` is the loader of the training batches.
+        `rows` is the training data loader.
         """
         return {
             "step": step,
@@ -229,8 +229,8 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the ranges to skip, from this command and earlier ones, and notes for the log.
 
-    `kept` is the config.yaml that earlier commands wrote. A note is added if it is missing or
-    damaged.
+    `kept` is the config.yaml that earlier commands wrote. If that file is missing or damaged, the
+    notes contain a warning.
     """
     asked = list(skip_ranges(config))
     try:
@@ -265,7 +265,7 @@ def _open_dataset(config: Config) -> Dataset:
 def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
-    """If the data has no tokenizer, use the one that the run copied from its initial weights."""
+    """If the data has no tokenizer, use the tokenizer copied from the initial weights."""
     file = (meta["tokenizer"] or {}).get("file")
     if dataset.tokenizer is not None or file is None or not (directory / file).exists():
         return config, dataset

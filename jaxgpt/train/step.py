@@ -63,7 +63,7 @@ class Metrics(NamedTuple):
 
     scalars: dict[str, jax.Array]  # the value of each metric in `STEP_METRICS`
     row_losses: jax.Array  # weighted mean loss of each row in nats: float32 (B,)
-    row_weights: jax.Array | None  # sum of each row's weights: float32 (B,), or None without a mask
+    row_weights: jax.Array | None  # float32 (B,): each row's total weight; None if there is no mask
     detection: Detection
     layers: dict[str, jax.Array] | None = None
     """The result of `layer_values`."""

@@ -19,7 +19,7 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
 
-# Prefixes of notes in `facts` that the console does not show.
+# Notes in `facts` with these prefixes are not shown on the console.
 USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none, ")
 
 

@@ -53,8 +53,8 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 class Reporter:
     """Writes the log, the records and the files that describe a run.
 
-    Every process has a reporter. Process 0 prints and writes all files. The others only write a
-    log, if train.log_all_ranks is set.
+    Every process has a reporter. Process 0 prints and writes all files. If train.log_all_ranks is
+    set, each of the other processes writes a log.
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
@@ -82,9 +82,9 @@ class Reporter:
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log the header, and write cluster.json and, for a new run, config.yaml.
 
-        If the log is new, the legend of the training lines follows; without a terminal, it is only
-        in the log file. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0
-        if a file cannot be written.
+        If the log is new, the legend of the training lines follows. If there is no terminal, the
+        legend goes only to the log file. `facts` is the result of `initialize_jax`. Raises
+        `UsageError` on process 0 if a file cannot be written.
         """
         if not self._enabled:
             return
@@ -246,7 +246,7 @@ class Reporter:
         )
 
     def _seconds_left(self, step: int) -> float | None:
-        """Return the seconds left at the average speed since the first step; None before that."""
+        """Return the seconds left at the average speed since the first step, or None before it."""
         began, first = self._began
         if step <= first:
             return None
@@ -407,7 +407,7 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the figures for log lines, by name; those in train.log_columns have rank -1.
+    """Return the values for log lines, keyed by name; those in train.log_columns have rank -1.
 
     Raises `UsageError` if train.log_columns contains an unknown name.
     """
