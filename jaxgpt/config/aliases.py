@@ -172,7 +172,7 @@ NEUTRAL = {
     "backend": "nccl gloo mpi ccl",
 }
 
-# Configurations of other programs that are not presets here -> settings.
+# Other programs' configurations without a preset here -> settings.
 CONFIGS = {
     "gpt2_small": "config=gpt2",
     "train_gpt2": "config=gpt2",

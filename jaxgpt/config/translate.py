@@ -118,8 +118,8 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 def _guess_key(key: str) -> str | None:
     """Return the setting that an unknown key probably means, or None.
 
-    The match must be closer in other sections, because other programs have flags with similar names
-    and different meanings: exit_interval is not eval_interval.
+    Keys in other sections must match more closely, because other programs have flags with similar
+    names and different meanings: exit_interval is not eval_interval.
     """
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}

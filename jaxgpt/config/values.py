@@ -1,4 +1,4 @@
-"""Conversion of strings to values of settings, and descriptions of the settings' types."""
+"""Conversion of strings to setting values, and descriptions of their types."""
 
 import dataclasses
 import functools

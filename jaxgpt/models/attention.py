@@ -20,7 +20,7 @@ BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
 # T = 1,024, 2,048 and 4,096, it takes 0.99, 0.93 and 0.62 times as long, and uses 1/2, 1/4 and 1/8
 # of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
 MIN_BLOCKWISE_T = 2048
-# Older versions store the gradient of a mask for cuDNN attention, which has shape (B, H, T, T).
+# Older versions of JAX store the gradient of cuDNN attention's mask, with shape (B, H, T, T).
 MASK_VERSION = (0, 11, 2)
 # Above this block size, a document mask for cuDNN takes more than 512 MiB per row, so `auto` skips
 # cuDNN.
@@ -362,9 +362,8 @@ def _distinct_scales(head_size: int) -> Iterator[float]:
 
     This holds for the first 20,000 floats and for every head size that cuDNN supports.
 
-    If several calls of the deterministic kernel are identical, such as those in different layers,
-    XLA handles only one of them (github.com/openxla/xla/pull/46500). Different scales make the
-    calls distinct.
+    If calls of the deterministic kernel are identical, for example in different layers, XLA handles
+    only one of them (github.com/openxla/xla/pull/46500). Different scales make the calls distinct.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 

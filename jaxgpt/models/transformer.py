@@ -191,9 +191,9 @@ class GPT(nnx.Module):
 
         Args:
             key: dropout key; None disables dropout.
-            layers: the number of this device's first layer, and the number after its last layer.
-                Further blocks are padding and have no effect. If the second number is None, there
-                is no padding.
+            layers: index of this device's first layer, and the index after its last layer. Further
+                blocks are padding and have no effect. If the second index is None, there is no
+                padding.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With

@@ -320,7 +320,7 @@ def _loss_and_norm(
 
 
 def sum_traffic(found: tuple[Traffic, ...]) -> tuple[Collective, ...]:
-    """Merge the traffic of the same kind over the same axes."""
+    """Merge traffic of the same kind over the same axes."""
     sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for c in found:
         count, size = sums.get((c.kind, c.axes), (0, 0))

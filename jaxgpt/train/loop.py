@@ -27,7 +27,7 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """The last step of a call of `run_steps`, and why it returned."""
+    """The last step of a `run_steps` call, and why the call returned."""
 
     step: int
     stopping: bool = False  # a signal or the time limit stops the run
@@ -93,8 +93,8 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
     """Train to the end of the run, restarting after corruption and after spikes that need a rewind.
 
     All processes call this together. If the run cannot restart, the result has a `failure`. Raises
-    `OSError` on process 0 if metrics.jsonl cannot be read, and the `UsageError`s of `run_steps`,
-    `before_spike`, `after_corruption` and `restart_from`.
+    `OSError` on process 0 if metrics.jsonl cannot be read, and `UsageError` for the same reasons as
+    `run_steps`, `before_spike`, `after_corruption` and `restart_from`.
     """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:

@@ -217,7 +217,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
-    """Return facts about the processes that are known before JAX starts."""
+    """Return what is known about the processes before JAX starts."""
     return {
         "processes": cluster.size,
         "hosts": list(dict.fromkeys(cluster.host_names)),

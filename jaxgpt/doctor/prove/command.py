@@ -30,8 +30,8 @@ def parser() -> CommandParser:
     out = CommandParser(
         prog="python -m jaxgpt.doctor prove",
         description="Measure the speed, numerics, resuming and memory of a machine, especially one "
-        "with a GPU. A second call with the same --out runs only the checks that are not done, "
-        "and those that it names.",
+        "with a GPU. A second call with the same --out runs the unfinished checks, and any checks "
+        "named on the command line.",
         epilog="The exit status is 0 if all goals are met, 1 if a check failed or missed a goal, 2 "
         "if an argument is wrong, and 75 if the time ran out. Checks whose data or tools are "
         "missing are not counted.",
