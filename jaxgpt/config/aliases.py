@@ -130,7 +130,7 @@ SETTINGS = {
     ),
 }
 
-# Flags of other programs that have no effect here, whatever their value.
+# Other programs' flags without an effect here, whatever their value.
 IGNORED = """
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend attention

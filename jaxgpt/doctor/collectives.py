@@ -30,7 +30,7 @@ REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; after a slower call, larger arrays are skipped
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
-CHECKED = 4096  # number of elements of each result that are compared with NumPy
+CHECKED = 4096  # number of elements to compare with NumPy in each result
 ALL = None  # marks the sum over all devices, instead of one source device
 
 

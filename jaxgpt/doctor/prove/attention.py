@@ -31,10 +31,10 @@ DOCUMENT = 100  # tokens per document
 def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
     """Compare the bfloat16 kernel that training would choose with XLA's attention in float32.
 
-    Returns the error of the output, the largest error of a gradient, and the kernel's name with the
-    reason for its choice. An error is the largest absolute difference from the float32 result,
-    divided by that result's largest absolute value. `settings` override the gpt2 preset. There are
-    2 rows of 1024 tokens, or of 256 on a CPU, and heads of size 64.
+    Returns the output error, the largest gradient error, and the kernel's name with the reason for
+    its choice. An error is the largest absolute difference from the float32 result, divided by that
+    result's largest absolute value. `settings` override the gpt2 preset. There are 2 rows of 1024
+    tokens, or of 256 on a CPU, and heads of size 64.
     """
     T = 256 if jax.default_backend() == "cpu" else 1024
     config = load_config("gpt2", *settings)

@@ -116,7 +116,7 @@ def _untraced_lines(run: Run) -> list[str]:
 
 
 def _optimizer_lines(config: Config) -> list[str]:
-    """Return a line about the parameters that Muon and AdamW update, if the optimizer is Muon."""
+    """If the optimizer is Muon, return a line about the parameters that Muon and AdamW update."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
