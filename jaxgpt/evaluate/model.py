@@ -248,11 +248,11 @@ class Model:
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 
-        `rows` may also be a list of sequences of at most `block_size` token IDs. In that case, T is
-        the padded length of the longest sequence.
+        Losses are float32 in nats, and tokens are int32 IDs. Element i is for token i + 1 of the
+        row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
+        0. `rows` may also be a list of sequences of at most `block_size` token IDs. In that case,
+        both have the shape (n - 1,) for a sequence of n tokens.
 
-        Losses are float32 in nats, and tokens are int32 IDs. Both have the shape (T,), where T is
-        `rows.length`. Element i is for token i + 1 of the row. Losses after the end of a row are 0.
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
         """
@@ -260,6 +260,9 @@ class Model:
             texts = [self._check_tokens(row) for row in rows]
             longest = max((text.size for text in texts), default=1)
             rows = Rows(len(texts), self.row_length(longest - 1), texts.__getitem__)
+            for text, scores in zip(texts, self.score(rows, with_likeliest), strict=True):
+                yield tuple(values[: max(0, text.size - 1)] for values in scores)
+            return
         in_flight: deque[tuple[int, Any]] = deque()
         show = None if self._cluster.is_main else True  # if None, only on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
