@@ -91,8 +91,10 @@ def draw_memory(_):
         bottom += sizes
     capacity = plans[0]["memory"]["capacity"] / GIB
     axes.axhline(capacity, color="black", ls="--", lw=1)
-    axes.text(len(plans) - 0.6, capacity + 2, f"H100: {capacity:.0f} GiB", ha="right")
-    title = f"gpt-7b on 8 GPUs, batch of {plans[0]['config']['train']['batch_size']} x 2,048 tokens"
+    axes.text(len(plans) - 0.6, capacity + 2, f"usable on an H100: {capacity:.0f} GiB", ha="right")
+    config = plans[0]["config"]
+    rows, tokens = config["train"]["batch_size"], config["model"]["block_size"]
+    title = f"gpt-7b on 8 GPUs, batch of {rows} x {tokens:,} tokens"
     axes.set(ylabel="GiB per GPU", title=title)
     axes.tick_params("x", labelsize=8)
     axes.legend(frameon=False)

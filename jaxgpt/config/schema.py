@@ -132,12 +132,17 @@ class ModelConfig:
         return self.mlp_hidden or 4 * self.n_embd
 
     @property
+    def has_gated_mlp(self) -> bool:
+        """Whether the MLP has two input matrices: one for its hidden values and one for gates."""
+        return self.mlp in ("swiglu", "geglu_tanh")
+
+    @property
     def matrix_elements(self) -> int:
         """The number of elements in the weight matrices of all layers.
 
         Embeddings and the output layer are excluded.
         """
-        mlp = (3 if self.mlp in ("swiglu", "geglu_tanh") else 2) * self.mlp_width
+        mlp = (3 if self.has_gated_mlp else 2) * self.mlp_width
         attention = 2 * self.head_size * (self.n_head + self.kv_heads)
         return self.n_layer * self.n_embd * (attention + mlp)
 

@@ -11,7 +11,7 @@ from jaxgpt.optim.state import n_moments
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.runtime.allocator import USABLE
 
-ELEMENT = 4  # bytes per element: parameters, gradients and moments are float32
+FLOAT32 = 4  # bytes per element; parameters, gradients and moments are float32
 
 
 def memory_in_use() -> tuple[int, int] | None:
@@ -95,7 +95,7 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
     # Parameters, gradients, moments: (number of copies, lowest ZeRO stage that shards them).
     copies = ((1, 3), (1, 2), (moments, 1))
     parts = {least: shards if zero_stage >= least else 1 for _, least in copies}
-    return sum(n * ELEMENT * elements // parts[least] for n, least in copies)
+    return sum(n * FLOAT32 * elements // parts[least] for n, least in copies)
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:

@@ -97,8 +97,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
             return json.dumps(plan.to_dict(), indent=1)
         if plan.fits or device.memory is None:
             return plan_report(plan)
-        return plan_report(plan, search_layouts(config, n_devices, device, per_host, 2).plans[0])
+        found = search_layouts(config, n_devices, device, per_host, 2)
+        return plan_report(plan, next(iter(found.plans), None))
     found = search_layouts(config, n_devices, device, per_host)
+    if not found.plans:
+        raise UsageError(
+            f"--advise={n_devices}: no mesh that the search considers works with "
+            f"train.batch_size={config.train.batch_size}; make it a multiple of {n_devices}"
+        )
     if arguments.json:
         advice = [
             {"options": train_options(plan, config), "reason": reason(plan)} | plan.summary()

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxgpt.config import Config, MeshShape, UsageError, check_batch, mesh_shape
-from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
+from jaxgpt.models.attention import KERNELS
 from jaxgpt.models.layers import layer_pattern
 from jaxgpt.optim.state import n_moments
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.units import count
 from jaxgpt.plan.estimate import estimate_memory
 from jaxgpt.plan.layout import Plan, plan_layout
-from jaxgpt.plan.program import Program, with_fewer_replicas
+from jaxgpt.plan.program import Program, attention_kernel, optimizer_flops, with_fewer_replicas
 from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
@@ -39,7 +39,7 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 class Advice(NamedTuple):
     """The best layouts, after compilation, and the number of meshes compared."""
 
-    plans: list[Plan]  # best first
+    plans: list[Plan]  # best first; empty if no mesh works with the batch size
     n_meshes: int
 
 
@@ -59,7 +59,7 @@ def search_layouts(
     config.model.vocab_size must be set.
 
     Raises:
-        UsageError: if no mesh divides the batch, or for the same reasons as in `compile_step`.
+        UsageError: for the same reasons as in `compile_step`.
     """
     estimator = Estimator(config, device, devices_per_host)
     found = []
@@ -67,11 +67,6 @@ def search_layouts(
         variants = [estimator.with_least_remat(mesh, v) for v in _variants(config, mesh)]
         if variants:
             found.append(min(variants, key=_order))
-    if not found:
-        raise UsageError(
-            f"--advise={n_devices}: no mesh of {n_devices} devices divides "
-            f"train.batch_size={config.train.batch_size}; make it a multiple of {n_devices}"
-        )
     best = [_compile(plan) for plan in itertools.islice(_different(_ranked(found)), n)]
     return Advice(list(_ranked(best)), len(found))
 
@@ -80,15 +75,7 @@ class Estimator:
     """Makes plans from formulas, without compiling."""
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):
-        kernel, _ = choose_attention(
-            AttentionSetting(
-                config.model,
-                config.train.dtype,
-                device.platform,
-                device.cuda_capability,
-                config.data.document_mask,
-            )
-        )
+        kernel, _ = attention_kernel(config, device)
         self.device, self.devices_per_host = device, devices_per_host
         self.stores_scores = KERNELS[kernel].stores_scores
         self.n_moments = n_moments(config.optimizer)
@@ -109,7 +96,10 @@ class Estimator:
         if not plan.fits:
             return plan
         traffic = sum_traffic(expected_traffic(config, mesh, self.device.devices_per_host))
-        return dataclasses.replace(plan, program=dataclasses.replace(program, collectives=traffic))
+        program = dataclasses.replace(
+            program, collectives=traffic, update_flops=optimizer_flops(config, mesh)
+        )
+        return dataclasses.replace(plan, program=program)
 
 
 def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[MeshShape]:

@@ -6,7 +6,7 @@ millisecond.
 
 from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.layers import padded_vocab_size
-from jaxgpt.perf.memory import ELEMENT
+from jaxgpt.perf.memory import FLOAT32
 from jaxgpt.plan.program import Memory
 from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
 
@@ -30,9 +30,9 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     n_layers = max(p.layers for p in parameters)
     shards_gradients = zero >= 2 and not config.reduces_once
     at_rest = {
-        "parameters": ELEMENT * (sharded if zero >= 3 else whole),
-        "gradients": ELEMENT * (sharded if shards_gradients else whole),
-        "moments": ELEMENT * n_moments * (sharded if zero >= 1 else whole),
+        "parameters": FLOAT32 * (sharded if zero >= 3 else whole),
+        "gradients": FLOAT32 * (sharded if shards_gradients else whole),
+        "moments": FLOAT32 * n_moments * (sharded if zero >= 1 else whole),
     }
     away = {"none": 0, "moments": at_rest["moments"], "state": sum(at_rest.values())}
     in_host = away[parallel.offload]
@@ -41,7 +41,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     saved, working = layer_activations(config, mesh, work.tokens, stores_scores)
     table = padded_vocab_size(model.vocab_size) * model.n_embd // tensor
     chunk = min(work.tokens, config.train.loss_chunk) or work.tokens
-    logits = 2 * ELEMENT * chunk * padded_vocab_size(model.vocab_size) // tensor
+    logits = 2 * FLOAT32 * chunk * padded_vocab_size(model.vocab_size) // tensor
     if work.ticks:
         groups = layer_groups(config, mesh)
         M, S, v = config.train.gradient_accumulation_steps, groups.n_stages, groups.n_repeats
@@ -50,16 +50,16 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
         boundary = work.tokens * model.n_embd * width // split
         copies = 1 if groups.is_contiguous else 2
         other = (work.ticks + M + waiting) * boundary
-        other += (width + copies * ELEMENT) * whole
+        other += (width + copies * FLOAT32) * whole
         other += max(logits, max(groups.sizes) * saved + working)  # the head runs after the ticks
     else:
         layer = in_layers // n_layers
-        other = n_layers * saved + working + logits + 2 * (width + ELEMENT) * layer
+        other = n_layers * saved + working + logits + 2 * (width + FLOAT32) * layer
         if config.train.gradient_accumulation_steps > 1:  # the gradients of one microbatch
             other += at_rest["gradients"]
     return Memory(
         **at_rest,
-        activations_and_temporaries=other + (width + ELEMENT) * table,
+        activations_and_temporaries=other + (width + FLOAT32) * table,
         in_host=in_host,
         host_at_once=2 * in_host // n_layers,
     )
@@ -81,12 +81,10 @@ def layer_activations(
     queries = per_head * model.n_head // tensor
     keys = 2 * per_head * max(1, model.kv_heads // tensor)
     hidden = width * tokens * model.mlp_width // tensor
-    mlp_inputs = hidden * (2 if model.mlp in ("swiglu", "geglu_tanh") else 1)
-    heads = model.n_head // tensor // mesh.split_of("splits_sequence")
+    mlp_inputs = hidden * (2 if model.has_gated_mlp else 1)
     scores = 0
     if stores_scores:  # scores for the keys of all positions
-        scores = SCORE_COPIES * ELEMENT * tokens * heads * model.block_size
-        scores *= mesh.split_of("splits_sequence")
+        scores = SCORE_COPIES * FLOAT32 * tokens * (model.n_head // tensor) * model.block_size
     everything = (3 if has_parts else 4) * residual + 3 * queries + keys + hidden + mlp_inputs
     kept = {
         "none": everything + scores,

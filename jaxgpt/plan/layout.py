@@ -45,7 +45,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Best-case times of one step in seconds, and the resulting rates. `mfu` is a fraction."""
+    """Estimated times of one step in seconds, and the resulting rates. `mfu` is a fraction."""
 
     step: float
     compute: float

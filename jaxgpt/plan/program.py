@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import DictKey
 
 from jaxgpt.config import Config, MeshShape, axes_with
@@ -14,6 +14,7 @@ from jaxgpt.kernels.float8 import check_float8
 from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import update_flops
+from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding as partition
 from jaxgpt.parallel.context import choose_implementation
 from jaxgpt.parallel.mesh import make_mesh
@@ -48,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled train step."""
+    """A train step, compiled or estimated from formulas."""
 
     memory: Memory
     collectives: tuple[Collective, ...] = ()
@@ -73,21 +74,17 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         UsageError: if the device does not support the attention kernel or train.matmul_dtype, if
             the mesh does not fit the model, or if an option names an unknown layer or optimizer.
     """
-    kernel, reason = choose_attention(
-        AttentionSetting(
-            config.model,
-            config.train.dtype,
-            device.platform,
-            device.cuda_capability,
-            config.data.document_mask,
-        )
-    )
-    stand_in = config
+    kernel, reason = attention_kernel(config, device)
+    stand_in, warnings = config, []
     if device.name != "cpu":
         # The step without FP8 is a better estimate than the emulation of FP8 on a CPU: on an H100,
         # FP8 changes the memory for activations by -16% to +17%.
         if config.train.matmul_dtype is not None:
-            check_float8(device.platform, device.cuda_capability)
+            warnings = check_float8(device.platform, device.cuda_capability)
+            warnings.append(
+                f"train.matmul_dtype={config.train.matmul_dtype}: memory and times are estimated "
+                f"for matmuls in {config.train.dtype}"
+            )
             stand_in = stand_in.replace(train__matmul_dtype=None)
         # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
         # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
@@ -124,9 +121,32 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         collectives=read_collectives(compiled.as_text(), simulated),
         attention="; ".join(filter(None, [f"{kernel} ({reason})", steps.model.context_note])),
         stores_scores=KERNELS[kernel].stores_scores,
-        warnings=steps.warnings,
-        update_flops=update_flops(config.optimizer, steps.model.parameters),
+        warnings=(*warnings, *steps.warnings),
+        update_flops=optimizer_flops(config, shape),
     )
+
+
+def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
+    """Return the name of the attention kernel for `device`, and the reason for this choice.
+
+    Raises `UsageError` if the kernel that model.attention selects cannot run.
+    """
+    setting = AttentionSetting(
+        config.model,
+        config.train.dtype,
+        device.platform,
+        device.cuda_capability,
+        config.data.document_mask,
+    )
+    return choose_attention(setting)
+
+
+def optimizer_flops(config: Config, shape: MeshShape) -> int:
+    """Return the FLOPs that each device spends on the optimizer's matmuls in one step."""
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+    rules, described = partition.opt_state_rules(config.parallel.zero_stage), weights(config.model)
+    shardings = partition.weight_shardings(described, rules, mesh)
+    return update_flops(config.optimizer, Parameters(described, shardings))
 
 
 def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:

@@ -23,7 +23,7 @@ def plan_report(plan: Plan, best: Plan | None = None) -> str:
     """Return a plan as text: a summary, then memory, communication and time.
 
     `best` is the best layout for the same devices if `plan` does not fit on a device with known
-    memory, and None otherwise.
+    memory. It is None if `plan` fits or if no layout is known.
     """
     config = plan.config
     lines = [

@@ -18,9 +18,9 @@ from jaxgpt.parallel.context import choose_implementation
 from jaxgpt.parallel.pipeline import LayerGroups
 from jaxgpt.parallel.sharding import fully_sharded_rules, partition_spec
 from jaxgpt.perf.collectives import Collective
+from jaxgpt.perf.memory import FLOAT32
 
-FLOAT32 = 4  # bytes
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)

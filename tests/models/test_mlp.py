@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgpt.models.mlp import gated, gelu
+from jaxgpt.config import load_config
+from jaxgpt.models.mlp import MLPS, gated, gelu
+from jaxgpt.models.weights import layer_matrices
 
 X = np.linspace(-12, 12, 4801)
 PHI = np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in X])
@@ -14,6 +16,12 @@ DENSITY = np.exp(-0.5 * X * X) / math.sqrt(2 * math.pi)
 
 def test_gelu_is_x_times_the_normal_distribution_function():
     np.testing.assert_allclose(gelu(jnp.float32(X)), X * PHI, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mlp", MLPS)
+def test_the_config_counts_the_elements_of_all_matrices(mlp):
+    model = load_config("tiny", f"model.mlp={mlp}", "model.vocab_size=256").model
+    assert model.matrix_elements == sum(weight.size for weight in layer_matrices(model))
 
 
 def test_its_gradient_is_the_formula():

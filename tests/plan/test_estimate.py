@@ -7,7 +7,8 @@ import pytest
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.advise import Estimator, search_layouts
-from jaxgpt.plan.layout import Plan, plan_layout
+from jaxgpt.plan.estimate import layer_activations
+from jaxgpt.plan.layout import MATMUL_EFFICIENCY, Plan, plan_layout
 from jaxgpt.plan.program import with_fewer_replicas
 from jobs import limited_devices
 
@@ -69,6 +70,35 @@ def test_the_memory_of_a_step_is_estimated_within_a_quarter(mesh, remat):
     n = microbatches(4, 4 * load_mesh(mesh).split_of("splits_batch"))
     estimate, compiled = both("--mesh", mesh, *n, f"parallel.remat={remat}")
     assert estimate.memory.total == pytest.approx(compiled.memory.total, rel=0.25)
+
+
+@pytest.mark.parametrize("mesh", ["8,1,1", "1,4,2"])
+def test_an_estimate_includes_the_matmuls_of_muon(mesh):
+    """Each of Newton-Schulz's 5 steps takes 4 R^2 C + 2 R^3 FLOPs for an R x C matrix.
+
+    Each layer has four D x D matrices and two D x 4D matrices. There are as many layers as devices.
+    """
+    D = 512
+    per_layer = 4 * (4 * D**3 + 2 * D**3) + 2 * (4 * D**2 * 4 * D + 2 * D**3)
+    config = load_config(*MEDIUM, "optimizer.name=muon", "--mesh", mesh, *microbatches(1, 8))
+    muon = estimated(config, mesh_shape(config), "h100")
+    assert muon.program.update_flops == 5 * per_layer
+    program = dataclasses.replace(muon.program, update_flops=0)
+    without = dataclasses.replace(muon, program=program)
+    seconds = 5 * per_layer / (MATMUL_EFFICIENCY * DEVICES["h100"].peak_flops["bfloat16"])
+    assert muon.estimate.update - without.estimate.update == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("context", [1, 8])
+def test_a_ring_divides_the_scores_if_its_size_does_not_divide_the_heads(context):
+    """Each token has a row of T float32 scores per head, and three copies are kept."""
+    config = load_config("tiny", "model.n_head=4", "model.block_size=1024")
+    mesh, tokens = MeshShape(context=context), 1024 // context
+    kept = {
+        remat: layer_activations(config.replace(parallel__remat=remat), mesh, tokens, True)[0]
+        for remat in ("none", "attention")
+    }
+    assert kept["none"] - kept["attention"] == 3 * 4 * tokens * 4 * 1024
 
 
 def published(name, mesh, n_microbatches, n_repeats):

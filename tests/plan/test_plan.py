@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from jaxgpt.config import MeshShape, UsageError, load_config, mesh_shape
+from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
@@ -299,9 +300,27 @@ def test_a_preset_is_planned_as_it_is():
 
 
 def test_a_batch_that_no_mesh_shares_out_is_refused():
-    words = r"--advise=7: .*train.batch_size=24; make it a multiple of 7$"
-    with pytest.raises(UsageError, match=words):
-        search_layouts(load_config("tiny", "model.vocab_size=256"), 7, DEVICES["cpu"], 7)
+    job = run("plan", "--config", "tiny", "model.vocab_size=256", "--advise", "7")
+    words = r"^error: --advise=7: no mesh that .*train.batch_size=24; make it a multiple of 7$"
+    assert job.returncode == 2 and re.search(words, job.stdout, re.MULTILINE), job.stdout
+
+
+def test_a_plan_that_does_not_fit_is_printed_even_if_the_search_considers_no_mesh():
+    """Slices of 256 tokens are shorter than `MIN_SLICE`, and 8 stages need 8 layers."""
+    job = run(
+        "plan", "--config", "gpt-175b", "--device", "h100", "--mesh", "context=8",
+        "--devices-per-host", "1", "model.n_layer=6", "train.batch_size=1",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout
+    assert "DOES NOT FIT: " in job.stdout and "--advise" not in job.stdout
+
+
+def test_a_plan_says_that_it_leaves_out_fp8():
+    config = configured("1,1,1", "train.dtype=bfloat16", "train.matmul_dtype=float8", SCAN)
+    with limited_devices(1):
+        plan = plan_layout(config, MeshShape(), DEVICES["h100"], 1)
+    (warning,) = plan.warnings
+    assert "train.matmul_dtype=float8" in warning and "matmuls in bfloat16" in warning
 
 
 def test_gpt_175b_is_planned_on_a_laptop():
