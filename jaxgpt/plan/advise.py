@@ -48,11 +48,12 @@ def search_layouts(
 ) -> Advice:
     """Return the `n` best layouts that the model and the batch allow.
 
-    Formulas (`estimate.py`) rank all meshes, each with the fastest schedule, number of microbatches
-    and remat that fit. The best `n` meshes are then compiled and ranked again. Layouts that fit
-    come first, sorted by step time. However, a simpler layout comes before a layout that is only
-    slightly faster (`TIE_RATIO`). If step times are unknown, simpler layouts come first. If pure
-    data parallelism fits without remat, it always comes first, because it is the simplest to scale.
+    Formulas (`estimate.py`) rank all meshes. Each mesh uses the schedule, number of microbatches
+    and remat that fit and are fastest according to the formulas. The best `n` meshes are then
+    compiled, with more remat if needed, and ranked again. Layouts that fit come first, sorted by
+    step time. However, a simpler layout comes before a layout that is only slightly faster
+    (`TIE_RATIO`). If step times are unknown, simpler layouts come first. If pure data parallelism
+    fits without remat, it always comes first, because it is the simplest to scale.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate `n_devices` devices, or `MAX_CPU_DEVICES` if that is less, and
