@@ -4,17 +4,19 @@ All variants of the step are compiled in one process, and take turns training th
 """
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import yaml
 
-from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
+from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.bench.step import ROUNDS, steps_per_round
-from jaxgpt.config import Config, UsageError, parse_args
+from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.roofline import read_work
 from jaxgpt.train.compiled import CompiledFunctions, make_steps
@@ -39,12 +41,17 @@ def run(
     `settings` are command-line settings. In each round, every variant runs `steps` steps; by
     default, this takes about 1.5 seconds.
 
-    Raises `UsageError` if a setting is invalid, if an option is unknown, or if a change affects the
-    shapes or shardings of the state or the batch. Also raises whatever `open_job` and `Rounds`
-    raise.
+    Raises `UsageError` if a setting is invalid, if an option is unknown, or if a step with a change
+    cannot take turns with the unchanged step. Also raises whatever `open_job` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
+    for text, each in changes.items():
+        if _shared(each.config) != _shared(config):
+            raise UsageError(
+                f"--change={text}: changes the mesh, the data or the vocabulary, but all variants "
+                "of the step share them; compare them with bench step"
+            )
     with open_job(config, single_process=True) as job:
         job.start_jax(config)
         for text, each in changes.items():
@@ -59,12 +66,7 @@ def run(
         for program in programs.values():
             base.run_compiled_step(1, program)
         n_steps = steps or steps_per_round(base)
-        found: dict[str, list[float]] = {text: [] for text in programs}
-        for number in range(rounds):
-            job.log(f"round {number + 1} of {rounds}, {n_steps} steps of each variant")
-            turns = list(programs.items())
-            for text, program in turns if number % 2 else reversed(turns):
-                found[text].append(base.run_compiled_step(n_steps, program))
+        found = _time_rounds(job, base, programs, rounds, n_steps)
         unchanged = found[UNCHANGED]
         ratios = {
             text: spread([b / a for a, b in zip(unchanged, found[text], strict=True)])
@@ -91,7 +93,8 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
     """Return the change that `text` describes. `settings` are those of the unchanged step.
 
     Words that begin with xla_ or jax_ are options of XLA or JAX, and the others are settings.
-    Raises `UsageError` if a setting is invalid or an option has no value.
+    Values of JAX options are parsed as YAML. Raises `UsageError` if a setting is invalid, or if an
+    option has no value or a malformed one.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []
@@ -101,15 +104,42 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
             words.append(word)
         elif not equals:
             raise UsageError(f"--change={text}: {name} has no value; write {name}=VALUE")
-        else:
+        elif name.startswith("xla_"):
             known = {"true": True, "false": False}
-            options[name[:4]][name] = known.get(value.lower(), value)
+            options["xla_"][name] = known.get(value.lower(), value)
+        else:
+            try:
+                options["jax_"][name] = yaml.safe_load(value)
+            except (ValueError, yaml.YAMLError):
+                raise UsageError(f"--change={text}: {name} has a malformed value") from None
     config = parse_args([*settings, *words], PROG, initial_model)
     return Change(config, options["xla_"], options["jax_"])
 
 
+def _shared(config: Config) -> tuple[Any, ...]:
+    """Return the settings that all variants of the step share."""
+    data = dataclasses.replace(config.data, document_mask=False)
+    return mesh_shape(config), data, config.model.vocab_size
+
+
+def _time_rounds(
+    job: Job, base: Rounds, programs: dict[str, Callable[..., Any]], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Time each program in turn; return its seconds per step in each round."""
+    found: dict[str, list[float]] = {text: [] for text in programs}
+    for number in range(rounds):
+        job.log(f"round {number + 1} of {rounds}, {steps} steps of each variant")
+        turns = list(programs.items())
+        for text, program in turns if number % 2 else reversed(turns):
+            found[text].append(base.run_compiled_step(steps, program))
+    return found
+
+
 def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
-    """Compile the step with a change. Raises `UsageError` if the state or the batch differs."""
+    """Compile the step with a change.
+
+    Raises `UsageError` if the state or the batch differs, or if the step does not change.
+    """
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
     steps = make_steps(
@@ -127,7 +157,14 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
             "two steps cannot take turns; compare them with bench step"
         )
     with _jax_options(change.jax_options):
-        return steps.lower_train_step().compile(change.xla_options)
+        lowered = steps.lower_train_step()
+        has_options = change.xla_options or change.jax_options
+        if not has_options and lowered.as_text() == base.steps.lower_train_step().as_text():
+            raise UsageError(
+                f"--change={text}: does not change the compiled step; compare the training loops "
+                "with bench step"
+            )
+        return lowered.compile(change.xla_options)
 
 
 def _check_options(text: str, change: Change) -> None:

@@ -8,7 +8,10 @@ TINY = (
     "--config", "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2",
     "model.block_size=32", "train.batch_size=4", "--steps", "1", "--rounds", "2",
 )  # fmt: skip
-MLP = "model.mlp=gelu_tanh xla_cpu_enable_fast_math=false jax_optimization_level=O1"
+MLP = (
+    "model.mlp=gelu_tanh xla_cpu_enable_fast_math=false jax_optimization_level=O1 "
+    "jax_exec_time_optimization_effort=0.2"
+)
 
 
 def test_steps_take_turns_with_and_without_each_change(tmp_path):
@@ -32,6 +35,14 @@ def test_steps_take_turns_with_and_without_each_change(tmp_path):
         ("xla_gpu_autotune_level", "xla_gpu_autotune_level has no value"),
         ("xla_nope=1", "--change=xla_nope=1: INVALID_ARGUMENT: No such compile option"),
         ("model.n_head=3", "model.n_embd=32: must be a multiple of model.n_head=3"),
+        ("parallel.mesh=2,1,1 parallel.remat=full", "changes the mesh, the data or the vocabulary"),
+        (
+            "data.dataset=wordplay parallel.remat=full",
+            "changes the mesh, the data or the vocabulary",
+        ),
+        ("model.vocab_size=300", "changes the mesh, the data or the vocabulary"),
+        ("optimizer.learning_rate=1e-4", "does not change the compiled step"),
+        ("jax_optimization_level=[", "jax_optimization_level has a malformed value"),
         ("train.batch_size=8", "changes the shapes or shardings of the state or the batch"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxgpt.doctor.prove.checks import CHECKS
+from jaxgpt.doctor.prove.checks import CHECKS, memory
 from jaxgpt.doctor.prove.command import markdown, run_check
 from jaxgpt.doctor.prove.measure import CommandFailed, Commands, row
 from jobs import command, environment, run
@@ -92,6 +92,24 @@ def test_checks_run_in_order_within_their_limits_and_a_second_call_continues(tmp
     assert list(results(out)) == ["one", "two", "ab: x", "ab: y"]
     assert call() == (0, [])
     assert call("ab") == (0, ["ab: x", "ab: y"])  # checks that are named run again
+    assert (out / "ab-x").is_dir() and (out / "ab-y").is_dir()
+
+
+class OneGPU(Commands):
+    """Answers `bench step` as on a GPU that is not in the hardware table."""
+
+    def json(self, module, *words, **variables):
+        assert words[words.index("--mesh") + 1] == "1,1,1"
+        assert variables["CUDA_VISIBLE_DEVICES"] == "5"
+        return {"device_kind": "NVIDIA Z9"}
+
+
+def test_memory_is_measured_on_one_gpu_that_the_plan_knows(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    found = run_check(memory, OneGPU(tmp_path / "memory", 60.0, None, "python"))
+    assert found["status"] == "missing"
+    assert found["reason"] == "a row for NVIDIA Z9 in jaxgpt/perf/hardware.py"
 
 
 def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):

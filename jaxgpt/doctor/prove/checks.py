@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxgpt.cluster.hardware import accelerator_expected
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.doctor.prove.measure import Commands, Missing, Row, row
@@ -48,7 +49,7 @@ NANOGPT_ON_GPU = (
 )  # fmt: skip
 NANOGPT_ON_CPU = ("--config", "shakespeare_char_cpu", "--rounds", "6", "--steps", "5")
 # Changes that may make a `gpt2` step faster on a GPU, most promising first.
-SWEEP = (
+SWEEP_ON_GPU = (
     "xla_gpu_enable_cublaslt=true",
     "jax_optimization_level=O1",
     "xla_gpu_enable_command_buffer=",
@@ -56,6 +57,7 @@ SWEEP = (
     "xla_gpu_enable_latency_hiding_scheduler=true",
     "xla_gpu_autotune_level=0",
 )
+SWEEP_ON_CPU = ("parallel.remat=full",)
 AB_ON_GPU = (
     "--config", "gpt2", "train.batch_size=96", WHOLE, "--rounds", "7", "--steps", "4",
 )  # fmt: skip
@@ -128,7 +130,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
         raise Missing("a clone of nanoGPT; pass its path as --nanogpt DIR")
     peer = ("--repo", str(clone), "--torch", commands.torch, commands.cache)
     found = commands.json(
-        str(script), *peer, *(NANOGPT_ON_GPU if commands.on_gpu else NANOGPT_ON_CPU)
+        str(script), *peer, *(NANOGPT_ON_GPU if commands.on_gpu else NANOGPT_ON_CPU), **_first_gpu()
     )
     least, most = min(found["ratios"]), max(found["ratios"])
     note = f"{least:.2f} to {most:.2f}; losses differ by {found['loss_difference']:.1g}"
@@ -189,12 +191,15 @@ def resume(commands: Commands) -> Iterator[Row]:
 def memory(commands: Commands) -> Iterator[Row]:
     """Compare the memory and step time predicted by `plan` with the results of `bench step`.
 
-    Reuses the measurements of earlier checks. Raises the same errors as `Commands.json`.
+    Reuses the measurements of earlier checks. Raises `Missing` if the hardware table does not have
+    this GPU. Also raises whatever `Commands.json` raises.
     """
     for name, (_, settings) in _steps(commands).items():
         saved = _saved_step(commands, name)
         found = json.loads(saved.read_text()) if saved.exists() else _bench_step(commands, name)
         device = find_device(found["device_kind"])
+        if commands.on_gpu and device is None:
+            raise Missing(f"a row for {found['device_kind']} in jaxgpt/perf/hardware.py")
         device_name = device.name if device else "cpu"
         plan = commands.json("jaxgpt.plan", "--device", device_name, "--mesh", "1,1,1", *settings)
         planned, used = plan["memory"]["total"], found["peak_bytes"]
@@ -289,7 +294,11 @@ CHECKS: dict[str, Check] = {
     "resume": (resume, 180),
     "memory": (memory, 150),
     "profile": (profile, 90),
-    **{name: check for change in SWEEP for name, check in ab_check([change]).items()},
+    **{
+        name: check
+        for change in (SWEEP_ON_GPU if accelerator_expected() else SWEEP_ON_CPU)
+        for name, check in ab_check([change]).items()
+    },
     "kernels": (kernels, 150),
     "shakespeare": (shakespeare, 300),
 }
@@ -308,7 +317,15 @@ def _saved_step(commands: Commands, name: str) -> Path:
 
 
 def _bench(commands: Commands, *words: str, **variables: str) -> dict[str, Any]:
-    return commands.json("jaxgpt.bench", *words, commands.cache, **variables)
+    """Run a benchmark on one device."""
+    words = (*words, "--mesh", "1,1,1", commands.cache)
+    return commands.json("jaxgpt.bench", *words, **_first_gpu(), **variables)
+
+
+def _first_gpu() -> dict[str, str]:
+    """Return variables that hide all GPUs except the first one that is visible."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    return {name: os.environ.get(name, "0").partition(",")[0] for name in names}
 
 
 def _bench_step(commands: Commands, name: str) -> dict[str, Any]:

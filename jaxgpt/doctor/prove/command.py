@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -86,8 +87,9 @@ def main(argv: Sequence[str]) -> NoReturn:
             is_done = results.get(name, {}).get("status") == "done"
             if (not is_done or name in named) and limit > MIN_SECONDS:
                 print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-                folder, peer = given.out / _short(name), (given.nanogpt, given.torch)
-                commands = Commands(folder, limit, *peer, given.text)
+                # A comparison's name may be too long for a file name, and contain any characters.
+                folder = given.out / re.sub(r"[^\w.=-]+", "-", name, flags=re.ASCII)[:200]
+                commands = Commands(folder, limit, given.nanogpt, given.torch, given.text)
                 results[name] = run_check(function, commands)
                 _write_results(given.out, results)
         print(markdown(results))
