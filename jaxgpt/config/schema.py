@@ -133,7 +133,7 @@ class ModelConfig:
 
     @property
     def has_gated_mlp(self) -> bool:
-        """Whether the MLP has two input matrices: one for its hidden values and one for gates."""
+        """True if the MLP multiplies its hidden values by gates from a second input matrix."""
         return self.mlp in ("swiglu", "geglu_tanh")
 
     @property

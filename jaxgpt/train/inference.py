@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxgpt.data.batch import NO_TOKEN, Batch, TokenRows, batch_specs, make_batch
+from jaxgpt.data.batch import NO_TOKEN, Batch, TokenRows, make_batch
 from jaxgpt.models.attention import Attention
 from jaxgpt.models.decode import Cache, LayerCache, decode_step, empty_cache, unstack_layers
 from jaxgpt.models.layers import layer_pattern, padded_vocab_size
@@ -104,13 +104,7 @@ def _map_rows(
             found = merge_microbatches(found)
         return jax.tree.map(lambda own: gather_batch(own, model.mesh), found)
 
-    return jax.shard_map(
-        local,
-        mesh=model.mesh,
-        in_specs=(model.param_specs, batch_specs(model.mesh)),
-        out_specs=PartitionSpec(),
-        check_vma=not model.layer_axes,  # JAX cannot infer that all stages have the same results
-    )(params, batch)
+    return model.run_on_shards(local, params, batch)
 
 
 def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tuple[DecodeFn, Cache]:

@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxgpt.data.batch import Batch, batch_specs
+from jaxgpt.data.batch import Batch
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import mesh_axes_with
 from jaxgpt.parallel.schedule import split_microbatches
@@ -69,11 +68,5 @@ def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.A
         sums_L = jax.lax.map(squares_L, split_microbatches(batch, n)).sum(axis=0)
         return jax.lax.psum(sums_L, tuple(over)) if over else sums_L
 
-    squares_L = jax.shard_map(
-        local,
-        mesh=model.mesh,
-        in_specs=(model.param_specs, batch_specs(model.mesh)),
-        out_specs=PartitionSpec(),
-        check_vma=not model.layer_axes,  # JAX cannot infer that all stages have the same results
-    )(params, batch)
+    squares_L = model.run_on_shards(local, params, batch)
     return jnp.sqrt(squares_L / (B * T * model.config.model.n_embd))

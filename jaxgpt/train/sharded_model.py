@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config, MeshShape
+from jaxgpt.data.batch import Batch, batch_specs
 from jaxgpt.kernels.float8 import float8_matmul
 from jaxgpt.kernels.linear import matmul
 from jaxgpt.models.attention import Attention, visible_keys
@@ -72,6 +74,21 @@ class ShardedModel(NamedTuple):
         return nnx.merge(
             self.graph, jax.tree.map(ShardedParam, params, grad_accumulators, self.layouts)
         )
+
+    def run_on_shards(
+        self, local: Callable[[Params, Batch], Any], params: Params, batch: Batch
+    ) -> Any:
+        """Return the result of `local`, which runs on each device's shards of both arguments.
+
+        All devices must have the same result. This applies `jax.shard_map`.
+        """
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(self.param_specs, batch_specs(self.mesh)),
+            out_specs=PartitionSpec(),
+            check_vma=not self.layer_axes,  # JAX cannot infer that all stages have the same results
+        )(params, batch)
 
     def with_whole_layers(self) -> "ShardedModel":
         """Return the model with every layer stored on every stage."""
