@@ -1,11 +1,13 @@
-"""Estimate of a step's memory from formulas, without compiling.
+"""Formulas for the memory that a step needs and for the bytes that it moves, without compiling.
 
-`--advise` uses these estimates to choose which layouts to compile. An estimate takes less than a
-millisecond.
+`--advise` uses them to choose which layouts to compile. They take less than a millisecond.
 """
+
+import jax
 
 from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.layers import padded_vocab_size
+from jaxgpt.models.weights import layer_matrices, weights
 from jaxgpt.perf.memory import FLOAT32
 from jaxgpt.plan.program import Memory
 from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
@@ -94,3 +96,36 @@ def layer_activations(
     }
     again = 0 if remat == "none" else everything + scores
     return kept[remat], again + 8 * residual + 4 * (hidden + mlp_inputs)
+
+
+def memory_traffic(config: Config, mesh: MeshShape) -> int:
+    """Return the bytes that a GPU reads and writes in the forward and backward passes of a step.
+
+    The formula counts accesses to arrays, assuming that elementwise operations are fused with each
+    other, but not with matmuls. It excludes recomputed layers and the update. `model.vocab_size`
+    must be set.
+    """
+    model, D = config.model, config.model.n_embd
+    width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
+    matrices = layer_matrices(model)
+    other_dims = sum(w.size // w.n_layers // D for w in matrices)
+    # Each matmul reads its input twice, and writes the input's gradient. It writes its output, and
+    # reads the output's gradient twice. One of the two dims is D, which `tensor` does not split.
+    matmuls = 3 * (D * len(matrices) + other_dims // tensor)
+    # Two norms and residual sums: 5 accesses each in the forward pass, and 7 in the backward pass.
+    norms = 24 * D // (tensor if config.parallel.sequence_parallel else 1)
+    # GELU: 2 accesses in the forward pass, and 3 in the backward pass. A gated MLP: 3 and 5.
+    activation = (8 if model.has_gated_mlp else 5) * model.mlp_width // tensor
+    # Attention: 1 access to queries, keys, values and outputs in the forward pass. The backward
+    # pass accesses each of them and its gradient.
+    heads = 6 * model.head_size * (model.n_head + model.kv_heads) // tensor
+    # Logits: 3 accesses by matmuls, 1 for the sum of exponentials, and 2 for the gradient.
+    logits = 6 * padded_vocab_size(model.vocab_size) // tensor
+    per_token = model.n_layer * (matmuls + norms + activation + heads) + logits
+    stages = mesh.split_of("splits_layers")
+    split = stages * mesh.split_of("splits_batch") * mesh.split_of("splits_sequence")
+    tokens = config.train.batch_size * model.block_size
+    # Each microbatch reads the weights, casts them, reads the result twice and writes gradients.
+    n_weights = sum(w.size for w in jax.tree.leaves(weights(model))) // (tensor * stages)
+    of_weights = config.train.gradient_accumulation_steps * n_weights * (3 * width + 2 * FLOAT32)
+    return width * per_token * tokens // split + of_weights

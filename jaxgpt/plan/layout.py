@@ -16,12 +16,16 @@ from jaxgpt.perf.collectives import Collective, ring_bytes
 from jaxgpt.perf.flops import flops_per_token
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.memory import host_memory
+from jaxgpt.plan.estimate import memory_traffic
 from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.plan.traffic import layer_groups
 from jaxgpt.runtime.allocator import USABLE
 
-# Fraction of the dense peak. Megatron-LM and llm.c reach 0.41 to 0.49 over a whole step.
-MATMUL_EFFICIENCY = 0.6
+# Fractions of the dense peak and of the memory bandwidth that a step reaches. A large matmul on an
+# H100 reaches 0.8 of its peak, and copies reach 0.77 to 0.9 of the bandwidth of an H100 or H200.
+# plan/README.md compares the resulting estimates with measured speeds.
+MATMUL_EFFICIENCY = 0.7
+MEMORY_EFFICIENCY = 0.85
 # Fraction of the FLOP/s of a large matmul that whole steps reach on a CPU device: 0.38 to 0.52 for
 # `tiny`, `shakespeare_char_cpu` and `llama-tiny` (two cores of an AMD EPYC, JAX 0.10.2).
 CPU_EFFICIENCY = 0.44
@@ -33,6 +37,8 @@ LATENCY = {"start": 8.4e-6, "link": 3.4e-6, "network": 9.6e-6}
 _EXPOSED_AXES = axes_with("splits_heads", "splits_sequence", "splits_layers")
 ASSUMPTIONS = (
     f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
+    "reading and writing activations and weights adds to the time of matmuls, at "
+    f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth",
     "collectives use a ring at the peak rate of its slowest link, and each hop takes "
     f"{LATENCY['link'] * 1e6:.1f} us in a host and {LATENCY['network'] * 1e6:.1f} us between hosts",
     f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation, "
@@ -220,10 +226,13 @@ class Plan:
         again = self.recomputed_flops_per_token * self.tokens / n_devices
         if device.name == "cpu":
             return self._estimate_on_cpu(peak)
-        compute = (share + again) * self.imbalance / (peak * MATMUL_EFFICIENCY)
+        bandwidth = device.memory_bandwidth * MEMORY_EFFICIENCY
+        matmuls = share / (peak * MATMUL_EFFICIENCY)
+        passes = matmuls + memory_traffic(self.config, self.mesh) / bandwidth
+        compute = passes * (1 + again / share) * self.imbalance
         bubble = self.bubble * compute
         state = memory.parameters + memory.moments + memory.gradients
-        update = 2 * state / device.memory_bandwidth
+        update = 2 * state / bandwidth
         update += self.host_traffic / device.host_bandwidth
         fastest = device.peak_flops.get("bfloat16", peak)  # Muon's matmuls use bfloat16
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
@@ -232,7 +241,7 @@ class Plan:
         overlapped = sum(self.seconds(c) for c in collectives if not self.is_exposed(c))
         model = self.config.model
         scores = 12 * model.n_layer * model.n_head * model.head_size * model.block_size
-        attention = compute * scores / self.flops_per_token
+        attention = matmuls * (1 + again / share) * scores / self.flops_per_token
         ring = sum(
             self.seconds(c)
             for c in collectives

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
+from jaxgpt.models.weights import count_parameters
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.advise import Estimator, search_layouts
-from jaxgpt.plan.estimate import layer_activations
+from jaxgpt.plan.estimate import layer_activations, memory_traffic
 from jaxgpt.plan.layout import MATMUL_EFFICIENCY, Plan, plan_layout
 from jaxgpt.plan.program import with_fewer_replicas
 from jobs import limited_devices
@@ -99,6 +100,45 @@ def test_a_ring_divides_the_scores_if_its_size_does_not_divide_the_heads(context
         for remat in ("none", "attention")
     }
     assert kept["none"] - kept["attention"] == 3 * 4 * tokens * 4 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "length", "vocabulary", "counted"),
+    [
+        # Bytes counted by h100_bytes.py in programs from XLA's compiler for H100s (perf/README.md).
+        ("gpt2", 24, 1024, 50257, 74.2e9),
+        ("gpt2-xl", 8, 1024, 50257, 220.4e9),
+        ("llama3.2-1b", 4, 4096, 128256, 228.0e9),
+    ],
+)
+def test_memory_traffic_is_that_of_programs_for_an_h100(name, rows, length, vocabulary, counted):
+    config = load_config(
+        name, f"model.vocab_size={vocabulary}", f"model.block_size={length}", *microbatches(1, rows)
+    )
+    update = 32 * count_parameters(config.model)[0]  # eight accesses to float32 arrays
+    moved = memory_traffic(config, MeshShape()) + update
+    assert moved == pytest.approx(counted, rel=0.1)
+    halves = memory_traffic(config, MeshShape(data=2)), memory_traffic(config, MeshShape(context=2))
+    assert halves[0] == halves[1] < 0.75 * memory_traffic(config, MeshShape())
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "mesh", "options", "tokens_per_sec"),
+    [
+        # Measured with jaxgpt (bench/README.md).
+        ("gpt2", "h200", "1,1,1", (), 537_000),
+        # llm.c, on one and on eight GPUs.
+        ("gpt2", "h100", "1,1,1", (), 475_000),
+        ("gpt2", "h100", "8,1,1", (), 468_000),
+        ("gpt2-xl", "h100", "1,1,1", microbatches(32, 16), 48_500),
+        # MaxText, on eight GPUs. Its recomputation is unknown.
+        ("llama2-7b", "h100", "1,8,1", (*microbatches(1, 64), "parallel.remat=dots"), 11_400),
+    ],
+)
+def test_speeds_are_estimated_within_a_tenth(name, device, mesh, options, tokens_per_sec):
+    config = load_config(name, "--mesh", mesh, *options)
+    estimate = estimated(config, mesh_shape(config), device).estimate
+    assert estimate.tokens_per_sec_per_device == pytest.approx(tokens_per_sec, rel=0.1)
 
 
 def published(name, mesh, n_microbatches, n_repeats):
