@@ -120,6 +120,6 @@ def _check_copies(config: Config, steps: CompiledFunctions) -> None:
     if config.train.verify_interval and not has_replicas(steps.state_shapes.params):
         raise UsageError(
             f"train.verify_interval={config.train.verify_interval}: mesh {describe(steps.mesh)} "
-            "has no replicas of most parameters, so there is nothing to compare; use data > 1 or "
-            "a parallel.zero_stage below 3"
+            "has no replicas of most parameters, so there is nothing to compare; set "
+            "train.verify_interval=0, or use data > 1 or a parallel.zero_stage below 3"
         )
