@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
-# One colour per device. They are light enough for black text.
+# One colour per device, light enough for black text.
 COLORS = ["#8ecae6", "#ffb703", "#90be6d", "#f4978e", "#cdb4db", "#ffe066", "#83c5be", "#d4a373"]
 MIXED = "#e0e0e0"  # for a sum over devices
 
@@ -48,7 +48,7 @@ def draw_devices(ax, array, title, color_by="device", n_devices=8):
 def draw_before_after(before, after, name, colors=("device", "device")):
     """Draw the numbers on eight devices before and after a collective.
 
-    `colors` holds the `color_by` of both drawings.
+    `colors` has the value of `color_by` for each of the two drawings.
     """
     heights = [max(v.size for v in values_by_device(a).values()) for a in (before, after)]
     figure, axes = plt.subplots(1, 2, figsize=(9, 0.75 + 0.19 * max(heights)))
@@ -60,7 +60,7 @@ def draw_before_after(before, after, name, colors=("device", "device")):
 
 
 def draw_shards(ax, array, title, names=("row", "column")):
-    """Draw the shards of an array's last two dimensions, with the devices that hold each shard.
+    """Draw the shards of an array's last two dimensions, and the devices that hold each shard.
 
     `names` are the names of the two dimensions.
     """

@@ -1,8 +1,8 @@
 """The pictures in the README: `python notebooks/gallery.py [spike] [memory] [report]`.
 
-Without a name, all three are drawn, into the folder `gallery/` beside this file. This takes six
-minutes on two busy CPU cores. `report` needs a browser: `pip install playwright`, then `playwright
-install chromium`.
+Without a name, all three pictures are drawn. This takes six minutes on two busy CPU cores. The
+pictures are written to `gallery/` beside this file. `report` needs a browser: `pip install
+playwright`, then `playwright install chromium`.
 """
 
 import json
@@ -44,7 +44,7 @@ STRATEGIES = {
 
 
 def jaxgpt(command, *arguments):
-    """Run a jaxgpt command, and return what it prints."""
+    """Run a jaxgpt command, and return its stdout. Raise `CalledProcessError` if it fails."""
     words = [sys.executable, "-m", f"jaxgpt.{command}", *map(str, arguments)]
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -77,7 +77,7 @@ def draw_spike(folder):
 
 
 def draw_memory(_):
-    """Draw the memory per GPU that `jaxgpt.plan` finds for gpt-7b on 8 GPUs."""
+    """Draw the memory per GPU that `jaxgpt.plan` estimates for gpt-7b on 8 GPUs."""
     plans = [json.loads(jaxgpt("plan", *PLAN, *s.split())) for s in STRATEGIES.values()]
     parts = {
         "parameters": "#0072b2", "moments": "#56b4e9", "gradients": "#009e73",
@@ -102,7 +102,7 @@ def draw_memory(_):
 
 
 def draw_report(folder):
-    """Write the report page of two runs, and take a picture of its top."""
+    """Write the report page of two runs, and take a screenshot of its top."""
     from playwright.sync_api import sync_playwright
 
     spike, plain, page = folder / "spike", folder / "plain", folder / "report.html"

@@ -6,7 +6,7 @@ Megatron-DeepSpeed, DeepSpeed's JSON keys, torchtitan's job configs, MaxText's b
 levanter's TrainerConfig.
 """
 
-# Flags of other programs, with underscores instead of dashes -> jaxgpt's key.
+# Maps other programs' flags, with underscores instead of dashes, to jaxgpt's keys.
 KEY_ALIASES = {
     "out_dir save job.dump_folder data.out_dir trainer.checkpointer.base_path": "out",
     "n_layer num_layers base_num_decoder_layers model.num_layers": "model.n_layer",
@@ -63,9 +63,12 @@ KEY_ALIASES = {
     "save_interval checkpoint_period checkpoint.every": "checkpoint.interval",
 }
 
-# Flags of other programs -> settings with the same effect. {} stands for the value of the flag.
-# `translate.py` replaces `mesh.AXIS` (`mesh.rest` gets the remaining devices), `samples.KEY` and
-# `tokens.KEY` (KEY in sequences or tokens instead of steps) and `later.NAME`.
+# Maps other programs' flags to settings with the same effect. {} stands for the flag's value. These
+# names are not settings, and are replaced in `translate.py`:
+# mesh.AXIS     size of one mesh axis; mesh.rest is the axis of all remaining devices
+# samples.KEY   value of KEY in sequences instead of steps
+# tokens.KEY    value of KEY in tokens instead of steps
+# later.NAME    value that depends on other settings
 SETTINGS = {
     "bf16": "train.dtype=bfloat16",
     "swiglu": "model.mlp=swiglu",
@@ -130,7 +133,7 @@ SETTINGS = {
     ),
 }
 
-# Other programs' flags without an effect here, whatever their value.
+# Other programs' flags that have no effect here, whatever their value.
 IGNORED = """
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend attention
@@ -154,7 +157,7 @@ IGNORED = """
     hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale
 """
 
-# Flags of other programs -> the values that have no effect here.
+# Maps other programs' flags to the values that have no effect here.
 NEUTRAL = {
     "context_parallel_size context_parallel_degree ds_sequence_parallel_size": "1",
     "ici_context_parallelism dcn_context_parallelism": "1",
@@ -172,7 +175,7 @@ NEUTRAL = {
     "backend": "nccl gloo mpi ccl",
 }
 
-# Other programs' configurations without a preset here -> settings.
+# Maps the names of other programs' configurations to settings.
 CONFIGS = {
     "gpt2_small": "config=gpt2",
     "train_gpt2": "config=gpt2",
@@ -183,11 +186,11 @@ CONFIGS = {
         "optimizer.learning_rate=1e-3 train.dtype=bfloat16"
     ),
 }
-# wordplay's `data=NAME` -> the dataset's name.
+# Maps the NAME in wordplay's `data=NAME` to the name of a dataset.
 WORDPLAY_DATA = {
     "shakespeare": "shakespeare_char", "owt": "openwebtext", "yelp": "yelp_review_full",
 }  # fmt: skip
-# wordplay's `experiment=NAME` -> jaxgpt's preset, and wordplay's batch size per device.
+# Maps the NAME in wordplay's `experiment=NAME` to a preset and wordplay's batch size per device.
 WORDPLAY_EXPERIMENTS = {
     "shakespeare": ("shakespeare_char", 64),
     "owt": ("gpt2", 12),
@@ -196,10 +199,10 @@ WORDPLAY_EXPERIMENTS = {
     "gpt2_large": ("gpt2-large", 4),
     "gpt2_xl": ("gpt2-xl", 1),
 }
-# Megatron's --tokenizer-type -> vocabulary size before padding.
+# Maps Megatron's --tokenizer-type to the vocabulary size before padding.
 MEGATRON_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
-# jaxgpt's key -> value in another program -> jaxgpt's value.
+# Maps values in other programs to jaxgpt's values, for each of jaxgpt's keys.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,
@@ -225,8 +228,8 @@ _NEEDS_SCALING = (
     "train.dtype=float32"
 )
 
-# Flags of other programs, or suffixes of such flags after a dot -> what to use instead, or why the
-# flag is ignored.
+# Maps other programs' flags to advice: what to use instead, or why the flag is ignored. The entry
+# for a name also applies to flags that end in a dot and this name.
 KEY_SUGGESTIONS = {
     "epochs num_epochs": "use train.max_iters=N, a number of steps",
     "exit_interval": (
@@ -302,10 +305,10 @@ KEY_SUGGESTIONS = {
     "fp8_param_gather": "parameters are gathered in train.dtype, even with FP8 matmuls",
 }
 
-# Flags in KEY_SUGGESTIONS -> settings for the corrected command, if only one choice is possible.
+# Maps flags in KEY_SUGGESTIONS to settings for the corrected command, if there is only one choice.
 KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 
-# `key=value`, where the value comes from another program -> what to use instead.
+# Maps `key=value`, with a value from another program, to advice on what to use instead.
 VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "train.dtype=fp8 train.dtype=float8": "use train.dtype=bfloat16 train.matmul_dtype=float8",
@@ -314,7 +317,7 @@ VALUE_SUGGESTIONS = {
         "optimizer.lr_decay_iters - optimizer.warmup_iters, so that the decay begins after warm-up"
     ),
 }
-# Values in VALUE_SUGGESTIONS -> the value in a corrected command.
+# Maps values in VALUE_SUGGESTIONS to the values in a corrected command.
 VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")
 
 
@@ -327,9 +330,9 @@ def find(table: dict[str, str], word: str) -> str:
 
 
 def find_end(table: dict[str, str], key: str) -> str:
-    """Return the entry for a flag, or for the longest suffix of its dotted name that has an entry.
+    """Return the entry for a flag, or for the longest suffix of its dotted name with an entry.
 
-    Returns an empty string if there is none.
+    If there is no entry, returns an empty string.
     """
     parts = key.split(".")
     ends = (".".join(parts[i:]) for i in range(len(parts)))

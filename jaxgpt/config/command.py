@@ -38,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def file_path(given: str) -> Path:
-    """Return an option's value as a path, with ~ expanded; an argparse type.
+    """Return an option's value as a path, with ~ expanded. Used as an argparse type.
 
     Raises `ArgumentTypeError` if the value is empty or not a valid file name, or if the home
     directory is unknown.
@@ -54,7 +54,7 @@ def file_path(given: str) -> Path:
 def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
     """Return an argparse type for whole numbers from `least` to 2^bits - 1.
 
-    It raises `ArgumentTypeError` for anything else.
+    The type raises `ArgumentTypeError` for anything else.
     """
 
     def convert(given: str) -> int:

@@ -21,7 +21,7 @@ AXES: dict[str, frozenset[str]] = {
 # shards_parameters  parameters, gradients and moments are sharded, depending on the ZeRO stage
 # reduces_gradients  gradients are summed over the axis, because each device has a partial sum
 
-SHORT_FORM = ("data", "fsdp", "tensor")  # the axes of `--mesh 2,1,4`; others are set by name
+SHORT_FORM = ("data", "fsdp", "tensor")  # the axes of `--mesh 2,1,4`; set other axes by name
 
 
 def axes_with(*roles: str) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class MeshShape(dict[str, int]):
         return shards == 1 and self.n_devices == self.split_of("splits_batch")
 
     def describe(self) -> str:
-        """Return all sizes by name: `data=2 fsdp=1 tensor=4`.
+        """Return the sizes by name, such as `data=2 fsdp=1 tensor=4`.
 
         Axes that are not in `SHORT_FORM` are omitted if their size is 1.
         """

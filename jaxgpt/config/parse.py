@@ -61,9 +61,9 @@ _PATHS = {"config", "out", "train.init_from"}
 _PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 
 Words = Mapping[str, Sequence[str]]  # the strings for each `section.key`
-# (train.init_from, out) -> model options by name
+# Takes train.init_from and out; returns model options by name
 ModelOf = Callable[[str, str | None], Mapping[str, Any]]
-# Run directory -> settings in its newest checkpoint, or None
+# Takes a run directory; returns the settings in its newest checkpoint, or None
 SettingsOf = Callable[[Path], Mapping[str, Any] | None]
 
 
@@ -74,9 +74,9 @@ def _print_note(text: str) -> None:
 def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
-    `overrides` are command-line arguments. `parse_args` parses them with its default options, so
-    settings whose allowed values are defined in higher layers, such as `optimizer.name`, are not
-    checked. Raises `UsageError` like `parse_args`.
+    `overrides` are command-line arguments for `parse_args`, which is called with its default
+    options. Settings whose allowed values are defined in higher layers, such as `optimizer.name`,
+    are therefore not checked. Raises `UsageError` like `parse_args`.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -101,14 +101,14 @@ def parse_args(
     """Return the validated configuration that a command line describes.
 
     `--help` prints all keys, or the keys of one group (`--help model`), and exits with status 0. In
-    the result, `train.batch_size_per_device` is None, because it has been converted to
-    `train.batch_size`, unless `counts_devices_later` applies.
+    the result, `train.batch_size_per_device` has been converted to `train.batch_size` and is None,
+    unless `counts_devices_later` applies.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
             `--config`. Without `--config`, the settings come from the config.yaml in `--out` if it
             is readable, otherwise from `saved_settings`, and otherwise from a preset: `tiny`, or
-            another program's preset if `argv` has that program's flags. The file's `out` is
+            another program's preset if `argv` has that program's flags. The `out` of a file is
             ignored. Its data sources are ignored if `argv` sets one, and its
             `train.batch_size_per_device` is ignored if `argv` sets `train.batch_size`. If the
             settings come from `--out`, `data.accept_changes` and `checkpoint.resume` are also
@@ -122,14 +122,15 @@ def parse_args(
             Called if `--config` is not given and `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, they are not checked.
-        note: Called with remarks about another program's flags and about the computed batch size.
-            By default, they are printed to stderr.
+        note: Called with each remark, for example about another program's flags or the computed
+            batch size. By default, remarks are printed to stderr.
         counts_devices_later: If parallel.mesh contains -1, keep `train.batch_size_per_device`. By
             default, the combination is an error.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
-            no effect, or contradicts another setting.
+            no effect, or contradicts another setting. Also raises whatever `initial_model` and
+            `saved_settings` raise.
     """
     choices = choices or {}
     if is_help(argv):
@@ -146,7 +147,7 @@ def parse_args(
     model = {}
     if initial_model is not None and not line.problems:
         model = _initial_model(initial_model, {**values, **given})
-        if model and is_preset:  # the weights override its model
+        if model and is_preset:  # the weights override the preset's model
             kept = _kept_of_preset(values, model) if "config" in given else set()
             if "config" in given and any(values[k] != model[k] for k in values if k not in kept):
                 line.notes.append(
@@ -182,8 +183,8 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
     """Return the path and content of the YAML file that a command line overrides.
 
     If that file is the default preset for another program, the program's settings are added to
-    `line`. An unknown --config raises `UsageError` or, if there are already other problems, is
-    added to them.
+    `line`. Raises `UsageError` if the file is missing or unreadable. If there are already other
+    problems, an invalid --config is added to them instead.
     """
     given = line.words
     try:
@@ -201,7 +202,10 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
 
 
 def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
-    """Return the configuration with train.batch_size_per_device converted to train.batch_size."""
+    """Convert train.batch_size_per_device to train.batch_size, and add a remark to `notes`.
+
+    If it is None, do nothing. Otherwise, raise `UsageError` if parallel.mesh contains -1.
+    """
     size, shape = config.train.batch_size_per_device, mesh_shape(config)
     if size is None:
         return config
@@ -228,7 +232,7 @@ def _report(
 ) -> list[str]:
     """Return the lines of an error message that lists all problems and a corrected command.
 
-    For commands other than jaxgpt.train, only the settings are shown.
+    For commands other than jaxgpt.train, the corrected command has only the settings.
 
     `wrong` holds an error message for each setting with a wrong value, and `build` raises a
     `UsageError` if settings contradict each other.
@@ -269,10 +273,10 @@ def train_command(
 ) -> tuple[str, list[str]]:
     """Translate another program's arguments; return the jaxgpt.train command and remarks.
 
-    `config` is the preset with that program's defaults. It is used if the arguments do not show
-    which program they are for. If it is None, no preset is selected. `quote` quotes an
-    argument for the shell. Values that contain shell variables, such as $SIZE, are not checked.
-    Arguments that cannot be translated are left out, and a remark lists them.
+    `config` is the preset to use if the arguments neither select a preset nor show which program
+    they are for. If it is None, no preset is used in this case. `quote` quotes an argument for the
+    shell. Values that contain shell variables, such as $SIZE, are not checked. Arguments that
+    cannot be translated are left out, and a remark lists them.
     """
     line = translate(argv, presets(), guesses=False)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -336,7 +340,8 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
     """Return the configuration after checking its values as if they came from a command line.
 
     `choices` are as for `parse_args`. Raises `UsageError` if `config` is not a `Config`, if a value
-    is malformed, or if settings contradict each other.
+    is malformed or not one of the choices, or if settings contradict each other. Raises `TypeError`
+    if JSON cannot represent a value.
     """
     if not isinstance(config, Config):
         raise UsageError(
@@ -349,19 +354,20 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
 
 
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
-    """Rebuild a configuration from the output of `Config.to_dict`, without validating it.
+    """Rebuild a configuration from the output of `Config.to_dict`.
 
-    Missing keys get their default values. Raises `UsageError` if a key is unknown or a value is
-    malformed. For an unknown key, the message begins with `origin`, for example the name of a file.
+    Missing keys get their default values. Settings are not compared with each other. Raises
+    `UsageError` if a key is unknown or a value is malformed. For an unknown key, the message begins
+    with `origin`, for example the name of a file.
     """
     return _build(_flatten(values, origin))
 
 
 def config_from_file(path: Path) -> Config:
-    """Return the configuration from a run's config.yaml, without validating it.
+    """Return the configuration from a run's config.yaml.
 
-    Missing keys get their default values. Raises `UsageError` if the file is unreadable, a key is
-    unknown, or a value is malformed.
+    Missing keys get their default values. Settings are not compared with each other. Raises
+    `UsageError` if the file is missing or unreadable, a key is unknown, or a value is malformed.
     """
     return config_from_dict(_read_yaml(path), str(path))
 
@@ -406,7 +412,7 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
 
 
 def _kept_of_preset(values: Words, model: Words) -> set[str]:
-    """Return the keys of the preset's model settings that the weights do not override."""
+    """Return the keys of the preset that the weights do not override."""
     kept = {key for key in values if key not in model}  # such as model.dropout
     key = "model.block_size"
     if key in values and int(values[key][0]) <= int(model[key][0]):
@@ -466,7 +472,7 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Drop `keys` from `values`, plus all data sources if `given` sets one."""
+    """Drop `keys` from `values`, and data sources and the batch size if `given` replaces them."""
     if "train.batch_size" in given:
         keys = keys | {"train.batch_size_per_device"}
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
@@ -496,9 +502,8 @@ def _value(name: str, words: Sequence[str]) -> Any:
 def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:
     """Return the text of --help: every key with its type, bounds, default and description.
 
-    `prog` is the name of the command. `choices` lists the allowed values of keys whose type does
-    not list them. `group` restricts the text to one section. If it is not a section, for example
-    "", all sections are included.
+    `prog` is the name of the command. `choices` has the allowed values of keys whose type does not
+    list them. If `group` is a section, the text has only the keys of that section.
     """
     sections = {
         name: section

@@ -11,14 +11,14 @@ MAX_TEMPERATURE = 10**6  # the smallest temperature above 0 is 1 / MAX_TEMPERATU
 class Sampling:
     """Options that turn logits into the distribution of the next token.
 
-    The options are applied in the order of the fields, as in transformers. Each option selects from
-    the tokens that the previous ones kept.
+    The options are applied in the order of the fields, as in transformers. `top_p` and `min_p`
+    select from the tokens that the earlier options have kept.
     """
 
     temperature: float = 0.0  # divisor of the logits; 0 always takes the most likely token
     top_k: int | None = None  # keep the `top_k` most likely tokens
-    # Keep the most likely tokens, up to the first one at which their total probability reaches
-    # `top_p` (nucleus sampling, arXiv 1904.09751).
+    # Keep the smallest set of most likely tokens with a total probability of at least `top_p`
+    # (nucleus sampling, arXiv 1904.09751).
     top_p: float | None = None
     # Keep tokens that are at least `min_p` times as likely as the most likely one (arXiv
     # 2407.01082).

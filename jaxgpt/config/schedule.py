@@ -12,7 +12,7 @@ def should_run_every(step: int, interval: int) -> bool:
 
 
 def should_evaluate(config: Config, step: int) -> bool:
-    """Return whether a run evaluates after this step."""
+    """Return whether a run evaluates after this step. Every run evaluates after its last step."""
     train = config.train
     return step == train.max_iters or should_run_every(step, train.eval_interval)
 
@@ -26,9 +26,9 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Parse setting `key`, given as `first last first last ...`, into (first, last) pairs.
+    """Return `steps`, the value of setting `key`, as inclusive (first, last) pairs.
 
-    Raises `UsageError` unless they are pairs with 1 <= first <= last < 2^31.
+    Raises `UsageError` unless all pairs are complete and have 1 <= first <= last < 2^31.
     """
     pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
     if len(steps) % 2 or any(not 1 <= first <= last < 2**31 for first, last in pairs):
@@ -40,9 +40,9 @@ def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]
 
 
 def profile_range(config: Config) -> range:
-    """Return the steps to profile; empty if `profile_steps` is None.
+    """Return the steps to profile, or an empty range if `profile_steps` is None.
 
-    Raises `UsageError` unless the setting is A:B with 1 <= A <= B <= train.max_iters.
+    Raises `UsageError` if the value is not A:B with 1 <= A <= B <= train.max_iters.
     """
     text, end = config.profile_steps, config.train.max_iters
     if text is None:

@@ -15,7 +15,7 @@ from jaxgpt.config.errors import UsageError
 
 
 class Bounds(NamedTuple):
-    """Bounds of a number: a description, and a function that checks a value."""
+    """Bounds of a number: their description, and a function that checks a value."""
 
     text: str
     contain: Callable[[Any], bool]
@@ -199,7 +199,7 @@ class OptimizerConfig:
 
     @property
     def wsd_decay_start(self) -> int:
-        """The last step before wsd's decay; negative if the decay is longer than the schedule."""
+        """The last step before wsd's decay; negative if the decay is longer than lr_decay_iters."""
         return self.lr_decay_iters - self.wsd_decay_length
 
 
@@ -473,16 +473,16 @@ class Config:
 
     @property
     def document_end(self) -> int | None:
-        """ID of the end-of-text token; None if attention crosses document boundaries.
+        """ID of the end-of-text token, or None if attention crosses document boundaries.
 
-        With data.document_mask, it is also None until data.end_of_text is set, by the user or by
-        `data.dataset.with_vocabulary`.
+        With data.document_mask, the ID is None until the user or `data.dataset.with_vocabulary`
+        sets data.end_of_text.
         """
         return self.data.end_of_text if self.data.document_mask else None
 
     @property
     def microbatch_size(self) -> int:
-        """The number of sequences in a microbatch of the whole job."""
+        """The number of sequences in a microbatch, summed over all devices of the job."""
         return self.train.batch_size // self.train.gradient_accumulation_steps
 
     @property
@@ -494,23 +494,27 @@ class Config:
     def scans_layers(self, on_cpu: bool) -> bool:
         """Return whether to scan over layers.
 
-        If parallel.scan_layers is None, returns True on CPUs and with parallel.offload=state.
+        If parallel.scan_layers is None, scan only on CPUs (`on_cpu`) or with
+        parallel.offload=state.
         """
         if self.parallel.scan_layers is None:
             return on_cpu or self.parallel.offload == "state"
         return self.parallel.scan_layers
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as nested dicts that YAML and JSON can represent."""
+        """Return the configuration as nested dicts that YAML and JSON can represent.
+
+        Tuples become lists. Raises `TypeError` if JSON cannot represent a value.
+        """
         return json.loads(json.dumps(dataclasses.asdict(self)))  # tuples become lists
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def replace(self, **changes: Any) -> "Config":
-        """Return a copy with changes, given as `section__key=value` or top-level `key=value`.
+        """Return a copy with changed values: `section__key=value`, or `key=value` at the top level.
 
-        The values are not validated. Raises `UsageError` if there is no such key.
+        The values are not validated. Raises `UsageError` if a key is unknown.
         """
         config = self
         for name, value in changes.items():

@@ -15,7 +15,7 @@ from jaxgpt.config.errors import in_words
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.values import describe, settings, takes_many
 
-PADDING = 128  # Megatron pads the vocabulary to a multiple of this times `tensor`
+PADDING = 128  # Megatron pads the vocabulary to a multiple of 128 times the tensor-parallel size
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
 
 
@@ -26,17 +26,17 @@ class CommandLine:
     words: dict[str, list[str]] = field(default_factory=dict)  # strings for each `section.key`
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # arguments without a correction
-    shown: dict[str, str] = field(default_factory=dict)  # key -> the argument that set it
-    later: dict[str, list[str]] = field(default_factory=dict)  # values that need other settings
-    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # mesh axis -> flag -> size
-    rest: str | None = None  # mesh axis for the remaining devices; None if no flag sets it
-    default_config: str = "tiny"  # for command lines without --config
+    left_out: list[str] = field(default_factory=list)  # arguments missing in the corrected command
+    shown: dict[str, str] = field(default_factory=dict)  # argument that set each key
+    later: dict[str, list[str]] = field(default_factory=dict)  # values still to be converted
+    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # size by mesh axis and flag
+    rest: str | None = None  # mesh axis of the remaining devices, if a flag sets it
+    default_config: str = "tiny"  # preset for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
-    default_words: dict[str, list[str]] = field(default_factory=dict)  # its additional settings
+    default_words: dict[str, list[str]] = field(default_factory=dict)  # settings for the same case
 
     def put(self, key: str, words: Sequence[str], argument: str) -> None:
-        """Set a key, or leave out the argument if an alias has set the key to another value."""
+        """Set a key, or leave the argument out if another flag has set a different value."""
         other = self.shown.get(key, "")
         if other and _name(other) != _name(argument) and not _same(self.words[key], words):
             self.leave_out(
@@ -56,9 +56,9 @@ def translate(
 ) -> CommandLine:
     """Return the settings that a command line describes.
 
-    Arguments that cannot be translated do not raise an error, but are listed in the `problems` of
-    the result. Values are not checked. Reads the DeepSpeed configuration that `argv` refers to, if
-    any.
+    Arguments that cannot be translated do not raise an error. Instead, the result's `problems` has
+    a message for each. The values of settings are not checked. If `argv` refers to a DeepSpeed
+    configuration, that file is read.
 
     Args:
         argv: The arguments, which may be flags of other programs.
@@ -78,7 +78,7 @@ def translate(
         elif text and "{}" in text and not values:
             line.leave_out(argument, f"{argument}: needs a value")
         elif text:
-            if value.lower() != "false":  # a flag that is off
+            if value.lower() != "false":  # otherwise, the flag is off
                 _put_all(line, text, values, argument)
         elif aliases.find_end({aliases.IGNORED: "yes"}, key):
             reason = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
@@ -133,7 +133,10 @@ def _guess_key(key: str) -> str | None:
 
 
 def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Yield (argument as typed, key as typed, key, values) for each argument."""
+    """Yield (argument as typed, key as typed, key, values) for each argument.
+
+    Malformed arguments are not yielded, but added to the problems of `line`.
+    """
     words, seen = list(argv), set()
     while words:
         word = words.pop(0)
@@ -182,7 +185,7 @@ def _same(one: list[str], other: list[str]) -> bool:
 
 
 def _put_all(line: CommandLine, text: str, values: list[str], argument: str) -> None:
-    """Apply an entry of the SETTINGS table."""
+    """Apply `text`, an entry of the SETTINGS or KEY_FIXES table."""
     for piece in text.split():
         key, _, value = piece.partition("=")
         words = values if value == "{}" else [value]
@@ -249,7 +252,10 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
-    """Replace the name of another program's configuration with a preset."""
+    """Replace the name of another program's configuration with a preset.
+
+    Without --config, set the default preset if the flags show which program they are for.
+    """
     if "config" not in line.words:
         is_wordplay = {"data", "backend"} & line.later.keys() or any(
             _name(shown) in ("model.batch_size", "optimizer.gas") for shown in line.shown.values()
@@ -337,7 +343,10 @@ def _set_strategy(line: CommandLine) -> None:
 
 
 def _stage_of(line: CommandLine, file: str) -> int | None:
-    """Return a DeepSpeed configuration's ZeRO stage; record a problem if it cannot be read."""
+    """Return a DeepSpeed configuration's ZeRO stage, by default 0.
+
+    If the file cannot be read, add a note or a problem to `line`, and return None.
+    """
     shown = line.shown["ds_config"]
     try:
         text = Path(file).expanduser().read_text()
@@ -372,7 +381,7 @@ def _set_mesh(line: CommandLine) -> None:
     if "parallel.mesh" in line.words:
         try:
             typed = MeshShape.parse(line.words["parallel.mesh"][0])
-        except ValueError:  # reported with the value
+        except ValueError:  # reported when the value is checked
             return
         for axis, size in sizes.items():
             if typed[axis] != size:
@@ -389,7 +398,7 @@ def _set_mesh(line: CommandLine) -> None:
 
 
 def _set_batch(line: CommandLine) -> None:
-    """Set the batch size from Megatron's and nanoGPT's microbatch sizes."""
+    """Set the batch size from the microbatch flags of Megatron, nanoGPT and MaxText."""
     later, words = line.later, line.words
     if "per_device" in later or "pipeline_microbatches" in later:
         _set_maxtext_batch(line)
@@ -423,13 +432,13 @@ def _set_batch(line: CommandLine) -> None:
 def _set_maxtext_batch(line: CommandLine) -> None:
     """Set the batch size and the microbatches from MaxText's flags.
 
-    MaxText's per_device_batch_size counts all devices, even those that share rows. A pipeline
-    splits this batch into microbatches, by default one per stage.
+    MaxText multiplies per_device_batch_size by the number of all devices, even if devices share
+    rows. With a pipeline, it splits this batch into microbatches, by default one per stage.
     """
     key, later = "train.gradient_accumulation_steps", line.later
     try:
         shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
-    except ValueError:  # reported with the value
+    except ValueError:  # reported when the value is checked
         return
     stages, n = shape.split_of("splits_layers"), 1
     microbatches = later.get("pipeline_microbatches", ["-1"])[0]
@@ -505,7 +514,7 @@ def _set_schedule(line: CommandLine) -> None:
 
 
 def _set_sizes(line: CommandLine) -> None:
-    """Set the sizes that Megatron computes: the padded vocabulary and the width of a SwiGLU MLP."""
+    """Set the padded vocabulary size and the width of a SwiGLU MLP as Megatron computes them."""
     words, later = line.words, line.later
     if "exact_gelu" in later:
         words.setdefault("model.mlp", ["gelu"])

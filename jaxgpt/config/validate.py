@@ -212,8 +212,8 @@ def is_changed(section: Any, key: str) -> bool:
 def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
     """Parse `text`, the value of parallel.mesh, into a mesh shape.
 
-    `n_devices` is the number of devices in the job. If it is None, a size of -1 is not replaced,
-    and a later call must check it. Raises `UsageError` if the text is malformed or does not fit the
+    `n_devices` is the number of devices in the job. If it is None, the shape may contain -1 and is
+    not compared with the devices. Raises `UsageError` if the text is malformed or does not fit the
     devices.
     """
     try:
@@ -226,9 +226,9 @@ def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that parallel.mesh describes.
 
-    `n_devices` is the number of devices in the job. If it is None, a size of -1 is not replaced,
-    and a later call must check it. Raises `UsageError` if the setting is malformed, or does not fit
-    the model or the devices.
+    `n_devices` is the number of devices in the job. If it is None, the shape may contain -1 and is
+    not compared with the devices. Raises `UsageError` if parallel.mesh is malformed or does not fit
+    the devices, the model or other settings.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     shape = parse_mesh(config.parallel.mesh, n_devices)
@@ -256,7 +256,7 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
 
 
 def _check_pipeline(config: Config, n_stages: int) -> None:
-    """Raise `UsageError` if the layers or the microbatches do not fit the pipeline stages."""
+    """Raise `UsageError` if the model or other settings do not fit the pipeline stages."""
     parallel, layers, repeats = config.parallel, config.model.n_layer, config.parallel.stage_repeats
     _require(
         parallel.schedule == "circular" or repeats == 1,
@@ -298,7 +298,7 @@ def _check_pipeline(config: Config, n_stages: int) -> None:
 
 
 def _check_sequence(config: Config, shape: MeshShape) -> None:
-    """Raise `UsageError` if sequences cannot be split, or if attention is then impossible."""
+    """Raise `UsageError` if sequences or their attention cannot be split over the devices."""
     axes, parallel, T = axes_with("splits_sequence"), config.parallel, config.model.block_size
     if parallel.sequence_parallel:
         axes = axes_with("splits_sequence", "splits_heads")
@@ -346,7 +346,7 @@ def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
 def check_batch(config: Config, shape: MeshShape) -> None:
     """Raise `UsageError` if a microbatch cannot be split evenly over the devices.
 
-    If an axis that splits the batch has size -1, the check is left to a later call.
+    Checks nothing if an axis that splits the batch has size -1.
     """
     axes, n = axes_with("splits_batch"), shape.split_of("splits_batch")
     if all(shape[axis] > 0 for axis in axes) and config.microbatch_size % n:
@@ -378,9 +378,9 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 
 
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
-    """Describe how train.batch_size follows from train.batch_size_per_device, which must be set.
+    """Return a line that explains the train.batch_size that `with_batch_size` sets.
 
-    A size of -1 in `shape` counts as 1. Raises `UsageError` like `with_batch_size`.
+    train.batch_size_per_device must be set. Raises `UsageError` like `with_batch_size`.
     """
     train, n = config.train, shape.split_of("splits_batch")
     devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
@@ -393,8 +393,8 @@ def describe_batch_size(config: Config, shape: MeshShape) -> str:
     )
 
 
-# Key -> allowed value -> the keys in the same section that this value uses. Keys that every value
-# uses are omitted.
+# Maps keys to their allowed values, and a value to the keys that it uses in the same section. Keys
+# that every value uses are omitted.
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
 _SCHEDULES = {
     "cosine": ("min_lr", "lr_decay_iters"),
@@ -406,9 +406,10 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    This checks optimizer.schedule, the keys in `choices`, the keys that depend on them, and
-    data.end_of_text. train.batch_size and train.batch_size_per_device must not both be in `given`.
-    `given` holds the strings for each key on the command line.
+    The choices are optimizer.schedule and the keys in `choices`. The settings that may have no
+    effect are data.end_of_text and the keys that depend on a choice. Also raises `UsageError` if
+    `given` has both train.batch_size and train.batch_size_per_device. `given` holds the strings for
+    each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

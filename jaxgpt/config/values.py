@@ -32,9 +32,9 @@ def takes_many(kind: Any) -> bool:
 
 
 def convert(kind: Any, words: Sequence[str]) -> Any:
-    """Convert strings to a type from `settings`.
+    """Convert the strings of one setting to its type, which is a value of `settings`.
 
-    Raises `ValueError` or `KeyError` if they do not fit.
+    Raises `ValueError` or `KeyError` if the strings do not fit the type.
     """
     arguments = typing.get_args(kind)
     if takes_many(kind):
@@ -80,7 +80,7 @@ def describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals and None in a union, keyed by what a user types for them."""
+    """Return the literals in a union, and None, by the word that a user types for each."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 
@@ -88,7 +88,7 @@ def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
 def words_of(kind: Any) -> list[str]:
     """Return the literals that a type allows, such as True and False.
 
-    The list is empty if there are no literals or None is the only one.
+    Returns an empty list if the type allows no literals, or only None.
     """
     if kind is bool:
         return ["True", "False"]

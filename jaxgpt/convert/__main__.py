@@ -11,7 +11,7 @@ import sys
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
 
-# KIND -> (module in this folder, help text)
+# Maps each KIND to its module in this folder and its help text.
 KINDS = {
     "from-hf": (
         "huggingface",
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def parser() -> CommandParser:
-    """Return the parser. Each KIND's options are the arguments of its function."""
+    """Return the parser. The options of each KIND are the arguments of its function."""
     out = CommandParser(
         prog="python -m jaxgpt.convert",
         description=__doc__,
@@ -58,7 +58,7 @@ def parser() -> CommandParser:
                 help="shorten the context of a model with rotary positions to N tokens",
             )  # fmt: skip
         if name.startswith("from-"):
-            own = "; default the imported folder's" * (name == "from-hf")
+            own = "; default: the tokenizer in the imported folder" * (name == "from-hf")
             kind.add_argument(
                 "--tokenizer", type=file_path, metavar="PATH",
                 help="the model's tokenizer: a folder of prepared data or a tokenizer.json" + own,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, in_words, train_command
 
-# Part of a program's name -> the preset with its defaults, or None if there is no such preset.
+# Maps part of a program's name to the preset with its defaults, or to None if there is none.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",
@@ -43,13 +43,13 @@ def command(words: list[str]) -> list[str]:
     """Convert a shell script or a command line to a jaxgpt command, as a list of one string.
 
     `words` contains the path of a script, a command line as one string, or the words of a command
-    line. Notes about its arguments are printed to stderr.
+    line. Notes about changed or ignored arguments are printed to stderr.
 
     Raises:
-        UsageError: if no known program is called, or the script cannot be read.
+        UsageError: if no program in `PROGRAMS` is called, or if the script cannot be read.
     """
     shown, text = " ".join(words), shlex.join(words) if len(words) > 1 else "".join(words)
-    if len(words) == 1 and os.path.isfile(text):  # a line may be too long for a path
+    if len(words) == 1 and os.path.isfile(text):  # a command line may be too long for a path
         try:
             text = Path(text).read_text()
         except (OSError, ValueError) as error:
@@ -98,7 +98,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _parts(word: str, is_evaluated: bool) -> list[str]:
-    """Split a word that contains several words, such as a quoted array or a whole command."""
+    """Split a word that contains several words: quoted options, or any word after `eval`."""
     return _split(word) if word.startswith("-") or is_evaluated else [word]
 
 
@@ -118,7 +118,7 @@ def _expand(text: str, variables: dict[str, str]) -> str:
         return known or (default if match[2] in ("-", "=") else f"\0{match[0][1:]}")
 
     previous = None
-    while previous != text:  # defaults may contain variables
+    while previous != text:  # default values may contain variables
         previous, text = text, _VARIABLE.sub(value, text)
 
     def calculated(match: re.Match) -> str:  # names do not need a $ in arithmetic
@@ -144,7 +144,10 @@ def _calculate(text: str, unknown: str) -> str:
 
 
 def _program(parts: list[str]) -> tuple[int, str | None] | None:
-    """Return the index of the program's name in a command, and the program's preset."""
+    """Return the index of the program's name in a command, and the program's preset.
+
+    Returns None if the command calls no program in `PROGRAMS`.
+    """
     for i, word in enumerate(parts):
         is_module = i > 0 and parts[i - 1] == "-m"
         if is_module or word.endswith((".py", "run_train.sh")):
@@ -155,7 +158,7 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
 
 
 def _convert(parts: list[str], index: int, preset: str | None) -> str:
-    """Return the jaxgpt command for the words of a command, and print notes."""
+    """Return the jaxgpt command for the words of another program's command. Print notes."""
     launcher, arguments = parts[:index], parts[index + 1 :]
     ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
     arguments = arguments[: min(ends, default=None)]
@@ -179,7 +182,10 @@ def _quote(word: str) -> str:
 
 
 def _launcher(words: list[str]) -> str:
-    """Return the jaxgpt.launch prefix for the options of another launcher."""
+    """Return the jaxgpt.launch prefix for the options of another launcher.
+
+    Returns an empty string if they start one process or do not give a number of processes.
+    """
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
     numbers = {name: int(value) for name, value in pairs if value.isdecimal()}

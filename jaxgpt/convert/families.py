@@ -25,7 +25,7 @@ WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that may mix layer
 
 
 def table_of(model: ModelConfig) -> Table:
-    """Return the transformers tensor names for a model, without GPT-2's prefix."""
+    """Return the table of transformers tensor names for a model, without GPT-2's prefix."""
     if model.position == "learned":
         return names.GPT2
     has_equal_heads = model.kv_heads == model.n_head
@@ -56,7 +56,7 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
 
 
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return a validated model with the given options.
+    """Return a validated model with the given options, by the names of `ModelConfig`'s fields.
 
     Raises `UsageError`, with a message that begins with `where`, if the options are invalid.
     """
@@ -86,7 +86,7 @@ class _Keys:
         return value
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value (default: `supported[0]`). Raise `UsageError` if it is not supported."""
+        """Return a value, by default `supported[0]`. Raise `UsageError` if it is not supported."""
         value = self.get(key, supported[0])
         if value not in supported:
             words = " or ".join(map(str, supported))
@@ -118,6 +118,7 @@ def _llama(
     """Return the options of Llama and models derived from it.
 
     Args:
+        head_dim: default for the key head_dim. None means hidden_size / num_attention_heads.
         layer_types: default for the key layer_types. If None, all layers have full attention.
     """
     keys.only("hidden_act", "silu")
@@ -156,7 +157,12 @@ def _decoder(
 
 
 def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
-    """Return model.layers, as the shortest repeating pattern, and model.sliding_window."""
+    """Return model.layers, as the shortest repeating pattern, and model.sliding_window.
+
+    Both are left out if no layer has a sliding window, and the pattern if all layers have one.
+    `default` has the type of each layer, for a config.json without layer_types. If it is None, all
+    layers have full attention.
+    """
     n_layer = keys.count("num_hidden_layers")
     default = default or ["full_attention"] * n_layer
     found = keys.get("layer_types", default)
@@ -199,7 +205,10 @@ def _rope_parameters(keys: _Keys) -> tuple[dict[str, Any], dict[str, Any]]:
 def _rope(
     keys: _Keys, new: Mapping[str, Any], old: Mapping[str, Any], default: float = 10000.0
 ) -> dict[str, Any]:
-    """Return the rotary embedding options. `default` is used if config.json has no rope_theta."""
+    """Return the rotary embedding options. `default` is used if config.json has no rope_theta.
+
+    `new` and `old` are the results of `_rope_parameters`.
+    """
     scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -226,7 +235,10 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
 
 
 def _qwen_layers(keys: _Keys) -> list[str]:
-    """Return the layer types. The first `max_window_layers` layers have full attention."""
+    """Return the type of each layer.
+
+    With use_sliding_window, only the first max_window_layers layers have full attention.
+    """
     n_layer = n_full = keys.count("num_hidden_layers")
     if keys.only("use_sliding_window", False, True):
         n_full = keys.get("max_window_layers", 28)
@@ -423,7 +435,7 @@ def _to_gemma3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _to_decoder(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that `_decoder` reads."""
+    """Return the config.json keys that all families except GPT-2 have."""
     return {
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,
@@ -439,7 +451,7 @@ def _to_decoder(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """Return rope_scaling as `_rope` reads it, or None if RoPE is not scaled."""
+    """Return rope_scaling for config.json, or None if RoPE is not scaled."""
     if not model.rope_scaling:
         return None
     kind = next(kind for kind, keys in ROPE_TYPES.items() if len(keys) == len(model.rope_scaling))

@@ -30,15 +30,16 @@ def from_hf(
     """Import a transformers folder as initial weights for a run. Return the lines to print.
 
     Args:
+        path: the transformers folder.
         out: run directory to create.
-        block_size: new context length, for a model with rotary positions. If None, it is unchanged.
+        block_size: new context length in tokens, for a model with rotary positions. If None, the
+            length is unchanged.
         tokenizer: path that `read_tokenizer` accepts. If None, the folder's tokenizer is used, if
             any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
     tokenizer or `block_size` does not fit the model, or if `safetensors` or `tokenizers` is needed
-    but not installed. Raises `OSError` if a file cannot be copied. Also raises whatever
-    `new_folder` raises.
+    but not installed. Also raises whatever `write_weights` raises.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -76,8 +77,8 @@ def write_weights(
         tokenizer: the model's tokenizer, or None if it is unknown.
         companions: names of files to copy from `path` to `out` if they exist.
 
-    Raises `UsageError` if a tensor cannot be read, and `OSError` if a companion cannot be copied.
-    Also raises whatever `new_folder` raises.
+    Raises `UsageError` if a tensor cannot be read, and `OSError` if the tokenizer or a companion
+    cannot be written. Also raises whatever `new_folder` and `WeightsWriter` raise.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -93,7 +94,7 @@ def write_weights(
 
 
 def describe(out: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
-    """Return lines that describe imported weights."""
+    """Return lines to print about imported weights. `tokenizer` is None if it is unknown."""
     changed = [
         f"{field.name}={getattr(model, field.name)}"
         for field in dataclasses.fields(model)
@@ -128,13 +129,16 @@ def to_hf(
     """Export the weights of a run as a transformers folder. Return the lines to print.
 
     Args:
-        step: checkpoint to export, by default the newest.
+        run: run directory.
+        step: checkpoint to export. None means the newest.
+        out: folder to create.
         dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
     family fits the model, or if `safetensors` or `tokenizers` is needed but not installed. Raises
-    `OSError` if a file cannot be copied. Also raises whatever `new_folder` raises.
+    `OSError` if a file cannot be written. Also raises whatever `new_folder` and `write_folder`
+    raise.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
@@ -158,7 +162,7 @@ def to_hf(
 def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes, by name, of the zero biases to export for a GPT-2 without biases.
 
-    They are needed because GPT-2 in transformers always has biases. The names have GPT-2's prefix.
+    GPT-2 in transformers always has biases. The names have GPT-2's prefix.
     """
     with_bias = dataclasses.replace(model, bias=True)
     return {
@@ -179,7 +183,7 @@ def _write_tokenizer(
 
     If the run lacks a tokenizer_config.json, a new one is written. If the run does not use a
     tokenizer.json, nothing is written, and the returned line reports this. Raises `UsageError` if
-    the `tokenizers` package is needed but not installed.
+    the `tokenizers` package is needed but not installed, and `OSError` if a file cannot be written.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]

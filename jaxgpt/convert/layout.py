@@ -21,9 +21,9 @@ class Slot:
     """Location of an external tensor in a jaxgpt array (possibly stacked over layers)."""
 
     weight: Weight
-    layer: int | None
+    layer: int | None  # None if the array is not stacked over layers
     ref: WeightRef
-    shape: tuple[int, ...]  # of the external tensor
+    shape: tuple[int, ...]  # shape of the external tensor
 
     @property
     def index(self) -> tuple[int | slice, ...]:
@@ -38,7 +38,7 @@ class Slot:
         return (*before, self.ref.part)
 
     def to_jaxgpt(self, tensor: np.ndarray) -> np.ndarray:
-        """Convert a full external tensor to jaxgpt's shape at `index`.
+        """Convert a whole external tensor to the shape of the jaxgpt array at `index`.
 
         Vocabulary tables are not supported, because the tensor lacks their padding.
         """
@@ -82,7 +82,7 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
 
 
 def _part_shape(weight: Weight, ref: WeightRef) -> tuple[int, ...]:
-    """Return the shape of the part of a jaxgpt array at a slot's index."""
+    """Return the shape of a jaxgpt array at a slot's `index`."""
     shape = weight.shape[1:] if weight.n_layers else weight.shape
     if ref.part is None:
         return shape
@@ -137,7 +137,7 @@ def import_tensors(
     """Write tensors into jaxgpt's arrays, one at a time.
 
     `wanted` is the result of `match_tensors` for `found`. Vocabulary padding is set to zero. Raises
-    `UsageError` if a tensor cannot be read.
+    `UsageError` if a tensor cannot be read. Also raises whatever `writer` raises.
     """
     for name, slot in wanted.items():
         if slot.weight.axes[0] != "vocab":

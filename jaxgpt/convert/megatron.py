@@ -46,7 +46,7 @@ HARMLESS_NAMES = {
     "numpy._core.multiarray.scalar",
     "torch.torch_version.TorchVersion",
 }
-# Arguments that, if present, must have one of these values.
+# Supported values of Megatron's arguments. The first one is the default. Others raise an error.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "layernorm"),  # Megatron-LM, Megatron-DeepSpeed
     "swiglu": (False,),
@@ -86,8 +86,8 @@ class Merged:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows [start, stop) as float32. There must be at least one row.
 
-        If `stop` is None, return all rows from `start` on. Raises `UsageError` if they cannot be
-        read.
+        If `stop` is None, return all rows from `start` on. Raises `UsageError` if the rows cannot
+        be read.
         """
         if self.axis is None:
             return self.parts[0].read(start, stop)
@@ -115,7 +115,7 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 
     Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
     tokenizer cannot be read or does not fit the model, or if torch is missing or too old. Also
-    raises whatever `new_folder` and `rank_files` raise.
+    raises whatever `rank_files` and `write_weights` raise.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -136,10 +136,10 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the checkpoint file of each rank, by (tensor rank, pipeline rank).
 
-    `path` is either a checkpoint folder, or a folder with several checkpoints and a file that names
-    the latest one, which is then used. Raises `UsageError` if there is no such folder, if it has no
+    `path` is a checkpoint folder, or a folder of checkpoints with a file that identifies the latest
+    one, which is then used. Raises `UsageError` if the folder is missing, if it has no
     checkpoint in a supported format, or if the file of any rank is missing. Raises `OSError` if the
-    name of the latest checkpoint cannot be read.
+    file that identifies the latest checkpoint cannot be read.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -182,11 +182,11 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return one rank's arguments, and its tensors as `flat` returns them.
+    """Return the arguments in one rank's file, and the tensors as `flat` returns them.
 
-    Arguments are numbers, strings or lists of these. Enum members are replaced with their values,
-    and any other values with None, even inside lists. Raises `UsageError` if the file cannot be
-    read or is not a supported checkpoint, or if torch is missing or too old.
+    Arguments are numbers, strings or lists of these. An enum member is replaced with its value, and
+    any other object with None, even inside a list. Raises `UsageError` if the file cannot be read
+    or is not a supported checkpoint, or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -222,7 +222,7 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
 
     {} is replaced by the layer number within the pipeline stage. Names that are not in `MEGATRON`
-    are kept, and tensors named ..._extra_state are left out.
+    are kept. Tensors whose names end in _extra_state are left out.
 
     Raises `UsageError` if the key of a tensor or dictionary is not a short string, or if a
     dictionary is nested too deeply or appears twice. Shared dictionaries would let a small file
@@ -267,8 +267,9 @@ def merged(
 
     The last stage's copy of a tied token embedding is left out.
 
-    Raises `UsageError` if a rank lacks a tensor that tensor rank 0 of its stage has, if the layers
-    cannot be split into equal stages, or if a tensor lacks the dimension that is sharded.
+    Raises `UsageError` if a rank lacks a tensor that tensor rank 0 of its stage has, if num_layers
+    is missing or cannot be split into equal stages, or if a tensor lacks the dimension that is
+    sharded.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")

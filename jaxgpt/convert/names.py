@@ -121,7 +121,7 @@ MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
     "output_layer.weight": (WeightRef("head/embedding"), 0),
 }
 
-# Other versions of Megatron: part of a tensor name -> the corresponding part in `MEGATRON`.
+# Maps parts of tensor names in other versions of Megatron to the corresponding parts in `MEGATRON`.
 MEGATRON_SPELLINGS = {
     "language_model.": "",
     "transformer.layers.": "encoder.layers.",

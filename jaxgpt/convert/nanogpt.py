@@ -26,7 +26,7 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
     `out` is the run directory to create. `tokenizer` is a path that `read_tokenizer` accepts, or
     None if the tokenizer is unknown. Raises `UsageError` if the file is missing, damaged or was not
     saved by nanoGPT, if the tokenizer cannot be read or does not fit the model, or if torch is
-    missing or too old. Also raises whatever `new_folder` raises.
+    missing or too old. Also raises whatever `write_weights` raises.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -60,7 +60,8 @@ def model_of(path: Path, arguments: Any) -> ModelConfig:
 def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
     """Return the tensors of a state_dict by name, without torch.compile's prefix.
 
-    Raises `UsageError` if `state` is not a state_dict of tensors.
+    Raises `UsageError` if `state` is not a state_dict of tensors, or if torch is missing or too
+    old.
     """
     if not isinstance(state, dict) or not all(map(torch_file.is_tensor, state.values())):
         raise UsageError(f"{path}: its model is not a state_dict of tensors")
@@ -74,13 +75,16 @@ def to_nanogpt(
     """Export the weights of a run as safetensors, with nanoGPT's model_args in model_args.json.
 
     Args:
-        step: checkpoint to export, by default the newest.
+        run: run directory.
+        step: checkpoint to export. None means the newest.
+        out: folder to create.
         dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
-    Return the lines to print. Raises `UsageError` if the checkpoint is missing or damaged, if
-    nanoGPT does not support an option of the model, or if `safetensors` is not installed. Also
-    raises whatever `new_folder` raises.
+    Returns the lines to print. Raises `UsageError` if the checkpoint is missing or damaged, if
+    nanoGPT does not support an option of the model, or if `safetensors` is not installed. Raises
+    `OSError` if model_args.json cannot be written. Also raises whatever `new_folder` and
+    `write_folder` raise.
     """
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model

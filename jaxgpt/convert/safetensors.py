@@ -17,7 +17,7 @@ from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
-DTYPES = ("F32", "F16", "BF16")  # names of the dtypes in `FLOATS` in the file format
+DTYPES = ("F32", "F16", "BF16")  # the file format's names for the dtypes in `FLOATS`
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SafeTensor:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows [start, stop) as float32, like `Tensor.read`.
 
-        Raises `UsageError` if they cannot be read or their dtype is not in `DTYPES`.
+        Raises `UsageError` if the rows cannot be read or their dtype is not in `DTYPES`.
         """
         if self.dtype not in DTYPES:
             raise UsageError(
@@ -77,7 +77,10 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor. Raise `UsageError` if a file is not in this folder."""
+    """Return the file name of each tensor.
+
+    Raises `UsageError` if the index is invalid, or if a file is not in the same folder.
+    """
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise UsageError(f"{path}: has no weight_map from tensors to file names")
@@ -142,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """List at most `most` names, followed by the number of others, for an error message."""
+    """Return text for an error message: up to `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -165,8 +168,10 @@ def write_folder(
             consecutive items.
         shapes: shape of each tensor by name.
         dtype: key of `FLOATS`.
+        max_bytes: maximum size of a shard's tensors.
 
-    Raises `UsageError` if the package is not installed. Errors while writing a file are propagated.
+    Raises `UsageError` if the `safetensors` package is not installed. Errors from writing a file
+    and from `tensors` are propagated.
     """
     _package()
     from safetensors.numpy import save_file
@@ -196,7 +201,7 @@ def write_folder(
 def _split_by_size(
     shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int
 ) -> list[list[str]]:
-    """Return the names in each shard."""
+    """Return the names of the tensors in each shard."""
     shards: list[list[str]] = [[]]
     room = max_bytes
     for name, shape in shapes.items():

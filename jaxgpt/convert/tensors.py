@@ -27,7 +27,7 @@ class Tensor(Protocol):
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows [start, stop) as float32. Raise `UsageError` if they cannot be read.
 
-        If `stop` is None, return all rows from `start` on. Scalars are returned whole.
+        If `stop` is None, return all rows from `start` on. A scalar is returned as a whole.
         """
 
 
@@ -37,7 +37,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     After an error, the temporary folder is removed. If the process is killed, `<out>.partial-*`
     remains. Raises `UsageError` if `out` exists and is not an empty folder, if no folder can be
-    created next to it, or if the disk is full. Other errors from the block are propagated.
+    created next to it, or if the disk is full. Other errors in the block or while renaming are
+    propagated.
     """
     out = out.absolute()
     try:
@@ -63,7 +64,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _is_disk_full(error: Exception) -> bool:
-    """Return whether an error is caused by a full disk or an exhausted quota.
+    """Return whether an error is caused by a full disk, a quota or a file size limit.
 
     TensorStore's errors have no errno, so their text is searched.
     """

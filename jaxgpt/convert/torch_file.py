@@ -50,7 +50,7 @@ class TorchTensor:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows [start, stop) as float32, like `Tensor.read`.
 
-        Raises `UsageError` if they cannot be read or their dtype is not in `FLOATS`.
+        Raises `UsageError` if the rows cannot be read or their dtype is not in `FLOATS`.
         """
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         if dtype not in FLOATS:
@@ -69,8 +69,9 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
     """Return the object in a torch.save file. Its tensors stay in the mapped file.
 
     Args:
-        is_harmless: takes the fully qualified name of a class. Objects of harmless classes are
-            replaced with `Inert`. Any other class is an error.
+        is_harmless: takes the full name of a class that is neither a container nor a tensor. If it
+            returns True, objects of the class are replaced with `Inert`. Otherwise, the class is an
+            error.
 
     Raises `UsageError` if the file is missing or damaged, if it contains a class that is not
     harmless, or if torch is missing or too old.
@@ -121,5 +122,5 @@ def _torch() -> ModuleType:
 
 
 def _line(error: Exception) -> str:
-    """Return torch's error message without its advice to load the file unsafely."""
+    """Return the first line of torch's error message, without advice to load the file unsafely."""
     return in_words(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0][:120]

@@ -1,9 +1,9 @@
 """Check whether a machine is fit to train on: `python -m jaxgpt.doctor`, alone or under `mpiexec`.
 
-It checks versions, the launcher, hosts, devices, clocks and the run directory. Then it checks and
-times every collective on each mesh axis, and trains a small model for ten steps. Every line starts
-with OK, WARN or FAIL, and every problem comes with a remedy. The exit status is 0 if nothing
-failed, 1 if a check failed, 2 if an argument is wrong, and 70 if a process hangs.
+The doctor checks versions, the launcher, hosts, devices, clocks and the run directory. Then it
+checks and times every collective on each mesh axis, and trains a small model for ten steps. Each
+check is reported as OK, WARN or FAIL, with a remedy for any problem. The exit status is 0 if no
+check failed, 1 if a check failed, 2 if an argument is wrong, and 70 if a process hangs.
 """
 
 import argparse

@@ -29,14 +29,14 @@ PLUGIN_REMEDY = (
     f"install the vendor's JAX plugin (NVIDIA: {_NVIDIA}; AMD: {_AMD}), or set JAX_PLATFORMS=cpu"
 )
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; much more than the skew of processes leaving a barrier
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier within a much shorter time
 
 Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report; `remedy` is empty only if the status is OK."""
+    """One line of the report. Unless the status is OK, `remedy` is not empty."""
 
     name: str
     status: Literal["OK", "WARN", "FAIL"]
@@ -141,8 +141,8 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses all accelerators of every host, each in exactly one process.
 
-    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, they are also
-    accepted if an environment variable selects the visible devices.
+    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, unused
+    accelerators are also accepted if an environment variable selects the visible devices.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):
@@ -171,10 +171,10 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
 
 
 def check_resources(job: Job) -> list[Check]:
-    """Return three checks: that every process has enough memory, cores and shared memory.
+    """Check that every process has enough memory, cores and shared memory; return three checks.
 
-    A process needs `MEMORY_PER_PROCESS`, `SHARED_MEMORY_PER_PROCESS` and one core, unless its host
-    has fewer cores than processes.
+    A process needs `MEMORY_PER_PROCESS` and `SHARED_MEMORY_PER_PROCESS` bytes. It also needs one
+    core, unless its host has fewer cores than processes.
     """
     n = Counter(f.host for f in job)
     cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
@@ -205,10 +205,10 @@ def check_resources(job: Job) -> list[Check]:
 
 
 def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) -> Check:
-    """Compare the hosts' clocks, which timestamp logs and files.
+    """Check that the clocks of all hosts differ by at most `CLOCK_TOLERANCE` seconds.
 
-    The result is WARN if they differ by more than `CLOCK_TOLERANCE`. On a single host, nothing is
-    compared. `clock` returns the time in seconds. Every process must call this.
+    On a single host, nothing is compared. `clock` returns the time in seconds. Every process must
+    call this.
     """
     if len(set(cluster.hosts)) == 1:
         return Check("clocks", "OK", "not needed on a single host")
@@ -233,7 +233,7 @@ def _by_host(job: Job) -> list[Job]:
 
 
 def _by_value(values: Sequence[str], job: Job) -> str:
-    """Return each value with its hosts, such as `0.11.2 on node1, node2, 0.10.2 on node5`."""
+    """Return text with each value and its hosts: `0.11.2 on node1, node2, 0.10.2 on node5`."""
     owners: dict[str, list[str]] = defaultdict(list)
     for value, f in zip(values, job, strict=True):
         owners[value].append(f.host_name)
@@ -242,6 +242,6 @@ def _by_value(values: Sequence[str], job: Job) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """Return the first four distinct names, and how many more there are."""
+    """Return text with the first four distinct names, and how many more there are."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

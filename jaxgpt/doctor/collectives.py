@@ -28,7 +28,7 @@ from jaxgpt.perf.units import format_bytes
 # Maps the size of an array in bytes to the number of timed calls.
 REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
-MAX_SECONDS = 0.1  # per call; after a slower call, larger arrays are skipped
+MAX_SECONDS = 0.1  # per call; a slower collective skips larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
 CHECKED = 4096  # number of elements to compare with NumPy in each result
 ALL = None  # marks the sum over all devices, instead of one source device
@@ -91,8 +91,8 @@ class Measurement:
     axis: str
     n: int  # number of devices along the axis
     bytes: int  # size of one device's input or output array, whichever is larger
-    seconds: float | None  # time per call on the slowest process; None if it failed
-    bus_bandwidth: float | None  # bytes/s, as defined by nccl-tests; None if it failed
+    seconds: float | None  # time per call on the slowest process; None after an error
+    bus_bandwidth: float | None  # bytes/s, as defined by nccl-tests; None after an error
     error: str | None = None  # error of the lowest rank that failed
 
 
@@ -108,9 +108,9 @@ def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
 
 
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
-    """Return whether an axis crosses hosts, and the peak bytes/s of one device along that axis.
+    """Return whether an axis crosses hosts, and the peak bandwidth of a device along that axis.
 
-    The peak is None if `perf.hardware` does not list one for the device.
+    The peak (bytes/s) is None if `perf.hardware` does not list one for the device.
     """
     crosses = hosts_spanned([axis], mesh.shape, device_hosts(mesh, cluster.hosts)) > 1
     device = find_device(mesh.devices.flat[0].device_kind)
@@ -129,8 +129,8 @@ def measure_axis(
     """Check and time all collectives over one axis, with several array sizes.
 
     Returns the measurements, by size and then by collective. Every collective runs with the
-    smallest array. Larger arrays are tried until `allowed` seconds have passed. After an error, or
-    a call slower than `MAX_SECONDS`, a collective skips larger arrays. `set_activity` is called
+    smallest array. After `allowed` seconds, no larger array is tried. A collective that failed, or
+    took more than `MAX_SECONDS` per call, is not run with larger arrays. `set_activity` is called
     with a description of each measurement before it begins. Every process must call this function.
     """
     out: list[Measurement] = []
@@ -155,11 +155,11 @@ def measure_axis(
 def try_on_all(
     activity: str, cluster: ProcessGroup, function: Callable[..., Any], *arguments: Any
 ) -> tuple[list[Any], str | None]:
-    """Call a function on every process; return the results by rank, and the lowest rank's error.
+    """Call a function on every process; return the results by rank, and an error message or None.
 
-    The result of a failed process is None. If no process failed, the error is None. The results
-    must be JSON values. A process prints its error immediately, because the others may be stuck in
-    a collective and never receive it.
+    The message is from the lowest rank that failed. The result of a failed process is None. The
+    results must be JSON values. A failed process immediately prints its error to stderr, because
+    the other processes may be stuck in a collective and never receive the message.
     """
     result = error = None
     try:
@@ -175,8 +175,8 @@ def try_on_all(
 def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> float:
     """Return the mean seconds per call of a collective on this process.
 
-    `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes, rounded up so
-    that the devices along the axis have equal parts. All processes call this together. Raises
+    `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes. It is rounded
+    up so that the devices along the axis have equal parts. All processes call this together. Raises
     `ArithmeticError` if the result is wrong. XLA's errors are propagated.
     """
     n = mesh.shape[axis]
@@ -204,9 +204,9 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 
 
 def pattern(device: Any, position: Any) -> Any:
-    """Return elements of the devices' inputs: small integers in float32, so that sums are exact.
+    """Return elements of the devices' inputs: float32, from 0 to 1008, with exact sums.
 
-    `device` and `position` are integers or integer arrays that broadcast against each other.
+    `device` and `position` are integers or integer arrays. The result has their broadcast shape.
     """
     return ((37 * device + position) % 1009).astype(np.float32)
 
@@ -214,7 +214,7 @@ def pattern(device: Any, position: Any) -> Any:
 def _check_result(
     mesh: Mesh, axis: str, collective: CollectiveTest, part: int, result: jax.Array
 ) -> None:
-    """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy.
+    """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy's.
 
     `result` has one row for each device, in the order of the flattened mesh. `part` is the length
     of the whole array divided by the number of devices along the axis. Raises `ArithmeticError` for
@@ -244,7 +244,7 @@ def _check_result(
 def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
     """Return one check for each collective over an axis, given the result of `measure_axis`.
 
-    `peak` is the number of bytes/s that a device can send along the axis, or None if unknown.
+    `peak` is the bandwidth of a device along the axis in bytes/s, or None if it is unknown.
     """
     out = []
     for collective in COLLECTIVE_TESTS:

@@ -63,7 +63,7 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
     `UsageError` that names `option` if the file cannot be created.
     """
     parents = (directory, *directory.absolute().parents)
-    # os.path.exists returns False for a folder that is not accessible; Path.exists raises.
+    # For a folder that is not accessible, os.path.exists returns False, and Path.exists fails.
     place = next(folder for folder in parents if os.path.exists(folder))
     try:
         file = tempfile.NamedTemporaryFile(prefix=".jaxgpt-doctor-", dir=place)
@@ -107,7 +107,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
 def check_file_system(directory: Path) -> Check:
     """Check that the file system keeps files after the job and has `MIN_FREE_BYTES` free.
 
-    Raises `OSError` if the free space cannot be read.
+    Raises `OSError` if the mounts or the free space cannot be read.
     """
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"
@@ -119,7 +119,10 @@ def check_file_system(directory: Path) -> Check:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system that contains `path`, such as `lustre`, or `unknown`."""
+    """Return the type of the file system that contains `path`, such as `lustre`, or `unknown`.
+
+    Raises `OSError` if /proc/mounts exists but cannot be read.
+    """
     table = Path("/proc/mounts")
     mounts = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     # If several file systems have the same mount point, the last one hides the others.

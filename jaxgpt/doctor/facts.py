@@ -38,7 +38,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
     Every process must call this, after JAX has started. `coordinator` is host:port, or None for a
     single process. Comments below explain the keys. Raises `OSError` if there is no route to the
-    coordinator. Also raises whatever `local_device_ids` raises.
+    coordinator or the memory cannot be read. Also raises whatever `local_device_ids` raises.
     """
     import jax
 
@@ -63,7 +63,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "devices": device_names(local_device_ids(cluster) or range(len(local)), visible),
         "narrowed": bool(visible),  # an environment variable selects the visible devices
         "jax_platforms": os.environ.get("JAX_PLATFORMS", ""),
-        "accelerators": count_accelerators(),  # number on the host.
+        "accelerators": count_accelerators(),  # number on the host
         # Bytes that JAX may use on one device; None if the device does not report it.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
         # Bytes available on the host, or the job's memory limit if that is less.
@@ -75,11 +75,11 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return a name that is unique on the host for each of this process's devices.
+    """Return a name for each of this process's devices. Names are unique on the host.
 
-    The devices' `numbers` alone may not be unique: `visible` (the value of a variable such as
-    CUDA_VISIBLE_DEVICES) or a cgroup may select the devices that a process sees, so device 0 may be
-    a different device in every process.
+    `numbers` are the devices' indices among the visible ones. They may not be unique, because
+    device 0 may be a different device in every process: `visible` (the value of a variable such as
+    CUDA_VISIBLE_DEVICES) or a cgroup may select the devices that a process sees.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]

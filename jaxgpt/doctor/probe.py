@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end_leftovers(job: str) -> None:
-    """Kill the processes on this host that belong to `job`, the last attempt.
+    """Kill the processes of the last attempt, whose name is `job`, on this host.
 
     Raises `UsageError` if one of them is still running after `ANSWER` seconds.
     """
@@ -43,9 +43,10 @@ def _end_leftovers(job: str) -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """Return the IDs of other processes whose environment contains the job's name.
+    """Return the IDs of other processes on this host whose environment contains the job's name.
 
-    Finds only processes on this host with an environment that this user can read. Requires /proc.
+    Processes whose environment this user cannot read are ignored. Raises `OSError` if there is
+    no /proc.
     """
     marker, found = f"{JOB}={job}".encode(), []
     for entry in Path("/proc").iterdir():
@@ -71,7 +72,7 @@ def _check_directory(directory: Path) -> None:
 def check_devices() -> None:
     """Run a computation on each of this process's devices.
 
-    Raises `UsageError` if one fails, or if JAX finds none of the host's accelerators.
+    Raises `UsageError` if a device fails, or if accelerators are expected but JAX finds none.
     """
     import jax
     import jax.numpy as jnp

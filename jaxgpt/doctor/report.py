@@ -42,8 +42,7 @@ def run_checks(
 
     `found` is the result of `initialize_jax`. If `shape` is None, `default_mesh_shape` chooses the
     mesh. `directory` is the run directory to check. Every process must call this. The status is 1
-    if a check is FAIL, otherwise 0. Also raises whatever `collect_facts` and `directory_checks`
-    raise.
+    if a check is FAIL, otherwise 0. Raises whatever `collect_facts` and `directory_checks` raise.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
@@ -67,7 +66,10 @@ def run_checks(
 
 
 def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
-    """Measure collectives over each mesh axis of size 2 or more, and report each in a section."""
+    """Measure collectives over each mesh axis of size 2 or more, and report each axis in a section.
+
+    With a single device, report that there is nothing to measure.
+    """
     axes = [axis for axis, n in mesh.shape.items() if n > 1]
     if not axes:
         finding = "nothing to measure with one device; try mpiexec -n 4, or --mesh 4,1,1"
@@ -82,10 +84,10 @@ def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> N
 
 
 class Report:
-    """The results of all checks so far, printed section by section on process 0.
+    """The results of all checks so far. Process 0 prints each section, or JSON at the end.
 
     If an activity exceeds the timeout, for example because a process is stuck in a collective, the
-    report stops there, and the monitor terminates the job.
+    report ends with this activity, and the monitor terminates the job.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):

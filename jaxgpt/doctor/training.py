@@ -26,7 +26,7 @@ MODEL = (
 
 
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
-    """Train on two rows of this file's text per device, with the same rows in every step.
+    """Train a small model for ten steps on the same batch: two rows of this file per device.
 
     Returns the loss of each step, and the distinct SHA-256 hashes of the final parameters on this
     process's devices. Every process must call this.
@@ -57,9 +57,9 @@ def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
 
 
 def training_check(cluster: ProcessGroup) -> Check:
-    """Train for ten steps on all processes, and compare losses and parameters across processes.
+    """Train for ten steps on all processes, and check the losses and parameters; see `judge`.
 
-    All processes call this together.
+    The result is FAIL if a process raises an error. Every process must call this.
     """
     found, error = try_on_all("training", cluster, train_ten_steps, cluster)
     if error:
@@ -70,8 +70,9 @@ def training_check(cluster: ProcessGroup) -> Check:
 def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Check:
     """Return the check for `found`, the result of `train_ten_steps` on each process.
 
-    The first loss must be within 0.5 of ln(256), and the last loss must be more than 0.5 lower. All
-    processes must report the same losses, and all devices must end with the same parameters.
+    The first loss must be within 0.5 nats of ln(256), and the last loss must be more than 0.5 nats
+    lower. All processes must report the same losses, and all devices must end with the same
+    parameters.
     """
     losses, hashes = found[0]
     # The loss of a uniform guess among 256 bytes. Training should start near it.

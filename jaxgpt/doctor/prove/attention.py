@@ -19,7 +19,7 @@ from jaxgpt.models.attention import (
     cuda_capability,
 )
 
-CASES = {  # name of the case -> settings that override the gpt2 preset
+CASES = {  # settings that override the gpt2 preset, by name of the case
     "attention": (),
     "attention with dropout 0.2": ("model.dropout=0.2",),
     "attention within documents": ("data.document_mask=True",),
@@ -33,14 +33,15 @@ def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
 
     Returns the output error, the largest gradient error, and the kernel's name with the reason for
     its choice. An error is the largest absolute difference from the float32 result, divided by that
-    result's largest absolute value. `settings` override the gpt2 preset. There are 2 rows of 1024
-    tokens, or of 256 on a CPU, and heads of size 64.
+    result's largest absolute value. `settings` override the gpt2 preset. The inputs have shape
+    (2, T, heads, 64), where T is 256 on a CPU and otherwise 1024. Raises `UsageError` if a setting
+    is invalid.
     """
     T = 256 if jax.default_backend() == "cpu" else 1024
     config = load_config("gpt2", *settings)
     model, documents = config.model, config.data.document_mask
     groups = model.n_kv_head or model.n_head
-    heads = (model.n_head, groups, groups, model.n_head)  # of q, k, v and d(output)
+    heads = (model.n_head, groups, groups, model.n_head)  # of q, k, v and the output gradient
     keys = jax.random.split(jax.random.key(0), 4)
     narrow = [
         jax.random.normal(key, (2, T, n, 64), jnp.bfloat16)

@@ -1,6 +1,6 @@
 """The checks of `prove`, which run commands and yield a row for each measurement.
 
-All of them raise the same errors as the methods of `Commands`.
+Each check raises the same errors as the methods of `Commands` that it calls.
 """
 
 import functools
@@ -26,7 +26,7 @@ NVIDIA = "driver_version,clocks.sm,clocks.max.sm,power.limit"
 SMALL_GPT2 = (
     "model.block_size=64", "model.n_layer=2", "train.batch_size=2", "train.dtype=float32", WHOLE,
 )  # fmt: skip
-# Name -> (steps per round of `bench step`, settings). The first two have separate checks.
+# Steps per round of `bench step`, and settings, by name. The first two have separate checks.
 STEPS_ON_GPU = {
     "gpt2": (3, ("--config", "gpt2")),
     "gpt2-xl": (
@@ -39,7 +39,7 @@ STEPS_ON_CPU = {
     "gpt2-xl": (1, ("--config", "gpt2-xl", *SMALL_GPT2, "model.n_layer=1", "train.batch_size=1")),
     "tiny": (1, ("--config", "tiny", "model.n_embd=256", "train.batch_size=32")),
 }
-GOALS = {  # (name, row) -> device -> minimum. llm.c reaches 468,000 tokens/s and 49 % on an H100
+GOALS = {  # minimum by (name, row) and device; llm.c: 468,000 tokens/s and 49% MFU on an H100
     ("gpt2", "tokens/s"): {"h100": 500_000, "h200": 560_000},
     ("gpt2-xl", "MFU"): {"h100": 0.55, "h200": 0.55},
 }
@@ -102,7 +102,10 @@ def facts(commands: Commands) -> Iterator[Row]:
 
 
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
-    """Report the speed that `bench step` measures for the settings named `name`."""
+    """Report the speed that `bench step` measures for the settings named `name`.
+
+    Raises the same errors as `Commands.json`.
+    """
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])
     for row_name, value, unit, note in (
@@ -189,7 +192,7 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory and step time predicted by `plan` with the results of `bench step`.
+    """Compare the memory and, if known, the step time in `plan` with the results of `bench step`.
 
     Reuses the measurements of earlier checks. Raises `Missing` if the hardware table does not have
     this GPU. Also raises whatever `Commands.json` raises.
@@ -221,7 +224,7 @@ def profile(commands: Commands) -> Iterator[Row]:
     errors as `Commands.json`.
     """
     words = ("--steps", "1", "--rounds", "1", "--profile", str(commands.folder / "trace"))
-    # The trace would not show the operations in CUDA graphs.
+    # Disable CUDA graphs, because the trace would not show their operations.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
     settings = _steps(commands)["gpt2"][1]
     step = _bench(commands, "step", *words, *settings, XLA_FLAGS=flags)
@@ -258,8 +261,8 @@ def ab(commands: Commands, *, changes: Sequence[str]) -> Iterator[Row]:
 def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
-    If necessary, prepares the data from `commands.text`. Raises `Missing` if this is None. Also
-    raises whatever `Commands.run` raises.
+    If the dataset does not exist, it is prepared from `commands.text`. Raises `Missing` if there is
+    neither a dataset nor a text. Also raises whatever `Commands.run` raises.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         if commands.text is None:
@@ -317,13 +320,13 @@ def _saved_step(commands: Commands, name: str) -> Path:
 
 
 def _bench(commands: Commands, *words: str, **variables: str) -> dict[str, Any]:
-    """Run a benchmark on one device."""
+    """Run a benchmark on one device, and return its JSON."""
     words = (*words, "--mesh", "1,1,1", commands.cache)
     return commands.json("jaxgpt.bench", *words, **_first_gpu(), **variables)
 
 
 def _first_gpu() -> dict[str, str]:
-    """Return variables that hide all GPUs except the first one that is visible."""
+    """Return environment variables that hide all GPUs except the first visible one."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     return {name: os.environ.get(name, "0").partition(",")[0] for name in names}
 
@@ -360,6 +363,7 @@ def _relative_difference(
 ) -> float:
     """Return the largest difference between losses of the same step, relative to `expected`.
 
-    Both arguments hold (loss, gradient norm) for the same steps.
+    Both arguments have (loss, gradient norm) for the same steps. Raises `ValueError` if they have
+    different lengths.
     """
     return max(abs(x - y) / abs(y) for (x, _), (y, _) in zip(found, expected, strict=True))

@@ -24,7 +24,7 @@ OUT = Path("runs/prove")
 MIN_SECONDS = 15  # a check starts only if at least this much time is left
 
 Results = dict[str, dict[str, Any]]
-"""Check name -> status, reason, seconds and rows, for each check that has run."""
+"""The status, reason, seconds and rows of each check that has run, by name of the check."""
 
 
 def parser() -> CommandParser:
@@ -97,16 +97,16 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _short(name: str) -> str:
-    """Return the name that selects a check: `ab` selects all comparisons of the sweep."""
+    """Return the name that selects a check: `ab` selects all comparisons."""
     return name.partition(":")[0]
 
 
 def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any]:
     """Empty the check's folder, run the check, and return a dict for `Results`.
 
-    Its keys are status, reason, seconds and rows. Each row has the fields of `Row`. The status is
+    The keys are status, reason, seconds and rows. Each row has the fields of `Row`. The status is
     done, missing (data or tools), cut off (by the time limit) or failed. The reason is empty if the
-    status is done.
+    status is done. Errors of the check are not propagated.
     """
     began, rows = time.monotonic(), []
     status, reason = "done", ""
@@ -130,8 +130,8 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 def read_results(out: Path) -> Results:
     """Return the earlier results in `out`/prove.json, or an empty dict.
 
-    Creates the folder `out` if necessary. Raises `UsageError` if it cannot be created, or if
-    prove.json is unreadable or malformed.
+    Creates the folder `out` if necessary. Raises `UsageError` if the folder cannot be created, or
+    if prove.json is unreadable or malformed.
     """
     path = out / "prove.json"
     try:

@@ -53,9 +53,9 @@ def row(
     at_most: float | None = None,
     source: str = "",
 ) -> Row:
-    """Return a row, with a goal if a bound is given; give at most one bound.
+    """Return a row. It has a goal if `at_least` or `at_most` is given; give at most one of them.
 
-    If `unit` is "%", `value` and the bound are fractions. A value of None or NaN misses the goal.
+    If `unit` is "%", the value and the goal are fractions. A value of None or NaN misses the goal.
     `source` is the origin of the goal.
     """
     bound = at_most if at_least is None else at_least
@@ -124,7 +124,7 @@ class Commands:
     def report(self, module: str, *words: str) -> str:
         """Run a command like `run`, but also accept exit status 1; return its stdout.
 
-        Some commands use this status to report a problem. Raises the same errors as `run`.
+        Some commands use status 1 to report a problem. Raises the same errors as `run`.
         """
         stdout, stderr, status = self._run(module, words, {})
         if status not in (0, 1):
@@ -146,6 +146,8 @@ class Commands:
         Raises:
             CommandFailed: if the command ends before that, or is killed by something else.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
+
+        Also raises whatever `reached` raises.
         """
         command, is_reached = _command_line(module, words), False
         with (
