@@ -7,6 +7,7 @@ schema then determines how these strings are converted to a value.
 import ast
 import dataclasses
 import inspect
+import os
 import shlex
 import sys
 import textwrap
@@ -340,8 +341,7 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
     """Return the configuration after checking its values as if they came from a command line.
 
     `choices` are as for `parse_args`. Raises `UsageError` if `config` is not a `Config`, if a value
-    is malformed or not one of the choices, or if settings contradict each other. Raises `TypeError`
-    if JSON cannot represent a value.
+    is malformed or not one of the choices, or if settings contradict each other.
     """
     if not isinstance(config, Config):
         raise UsageError(
@@ -388,7 +388,7 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
             return kept, content
     name = expand_user(given.get("config", [default])[0], "config=")
     known = presets()
-    if name in known or Path(name).is_file():
+    if name in known or os.path.isfile(name):  # Path.is_file fails in a folder without access
         path = known.get(name, Path(name))
         return path, _read_yaml(path)
     raise UsageError(f"config={name}: no such file or preset; the presets are {', '.join(known)}")

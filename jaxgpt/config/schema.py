@@ -504,9 +504,9 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as nested dicts that YAML and JSON can represent.
 
-        Tuples become lists. Raises `TypeError` if JSON cannot represent a value.
+        Tuples become lists. Paths, NumPy numbers and other objects become strings.
         """
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # tuples become lists
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)

@@ -1,8 +1,10 @@
 import argparse
 import dataclasses
+import os
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxgpt.config import (
@@ -10,6 +12,7 @@ from jaxgpt.config import (
     MeshShape,
     UsageError,
     check_batch,
+    checked,
     config_from_dict,
     load_config,
     mesh_shape,
@@ -52,6 +55,22 @@ def test_help_shows_the_defaults_of_the_default_run():
 def test_a_configuration_survives_yaml_and_json():
     config = parse_args(["train.time_limit=1.5", "--train-range-to-skip", "3", "4"])
     assert config_from_dict(config.to_dict(), "test") == config
+
+
+def test_paths_and_numpy_numbers_are_valid_values():
+    plain = load_config("tiny").replace(out="runs/a", train__seed=3)
+    assert checked(plain.replace(out=Path("runs/a"), train__seed=np.int64(3))) == plain
+
+
+def test_a_yaml_file_in_a_folder_without_access_is_one_sentence(monkeypatch):
+    def deny(path, **options):
+        if path.name == "mine.yaml":
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", deny)
+    with pytest.raises(UsageError, match="config=closed/mine.yaml: no such file or preset"):
+        load_config("closed/mine.yaml")
 
 
 def test_an_existing_run_directory_brings_its_own_configuration(tmp_path):
