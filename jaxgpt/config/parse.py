@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
-Both are converted to lists of strings, such as {"model.n_layer": ["3"]}. The key's type in the
-schema then determines how these strings are converted to a value.
+Files and command lines are first converted to lists of strings, such as {"model.n_layer": ["3"]}.
+The key's type in the schema then determines how these strings are converted to a value.
 """
 
 import ast
@@ -109,16 +109,16 @@ def parse_args(
         argv: The command-line arguments. They override the settings of the preset or file in
             `--config`. Without `--config`, the settings come from the config.yaml in `--out` if it
             is readable, otherwise from `saved_settings`, and otherwise from a preset: `tiny`, or
-            another program's preset if `argv` has that program's flags. The `out` of a file is
-            ignored. Its data sources are ignored if `argv` sets one, and its
+            another program's preset if `argv` has that program's flags. The file's `out` is
+            ignored. The file's data sources are ignored if `argv` sets a data source, and its
             `train.batch_size_per_device` is ignored if `argv` sets `train.batch_size`. If the
             settings come from `--out`, `data.accept_changes` and `checkpoint.resume` are also
             ignored.
         prog: Name of the command, for `--help` and for corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options of the
-            initial weights, by name. They override the defaults and a preset (except that a preset
-            can reduce model.block_size), but not the user's YAML file, the run directory or the
-            command line. Called only if train.init_from is set.
+            initial weights, by name. These options override the defaults and a preset (except that
+            a preset can reduce model.block_size), but not the user's YAML file, the run directory
+            or the command line. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             Called if `--config` is not given and `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
@@ -126,7 +126,7 @@ def parse_args(
         note: Called with each remark, for example about another program's flags or the computed
             batch size. By default, remarks are printed to stderr.
         counts_devices_later: If parallel.mesh contains -1, keep `train.batch_size_per_device`. By
-            default, the combination is an error.
+            default, setting both is an error.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
