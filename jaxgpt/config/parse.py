@@ -318,8 +318,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     """Return a validated copy of the configuration, with the `data.*` settings in `argv` applied.
 
     A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
-    default, and so is data.accept_changes unless `argv` sets it. Raises `UsageError` if `argv`
-    contains any other setting or a malformed one, or if the result is not valid.
+    default. data.accept_changes is also reset, unless `argv` sets it. Raises `UsageError` if `argv`
+    contains another setting or a malformed value, or if the result is not valid.
     """
     line = translate(argv, presets())
     if line.problems:
@@ -340,7 +340,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 def checked(config: Config, choices: Choices | None = None) -> Config:
     """Return the configuration after checking its values as if they came from a command line.
 
-    `choices` are as for `parse_args`. Raises `UsageError` if `config` is not a `Config`, if a value
+    `parse_args` explains `choices`. Raises `UsageError` if `config` is not a `Config`, if a value
     is malformed or not one of the choices, or if settings contradict each other.
     """
     if not isinstance(config, Config):
@@ -388,7 +388,7 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
             return kept, content
     name = expand_user(given.get("config", [default])[0], "config=")
     known = presets()
-    if name in known or os.path.isfile(name):  # Path.is_file fails in a folder without access
+    if name in known or os.path.isfile(name):  # Path.is_file may raise OSError
         path = known.get(name, Path(name))
         return path, _read_yaml(path)
     raise UsageError(f"config={name}: no such file or preset; the presets are {', '.join(known)}")

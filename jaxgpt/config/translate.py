@@ -433,7 +433,7 @@ def _set_maxtext_batch(line: CommandLine) -> None:
     """Set the batch size and the microbatches from MaxText's flags.
 
     MaxText multiplies per_device_batch_size by the number of all devices, even if devices share
-    rows. With a pipeline, it splits this batch into microbatches, by default one per stage.
+    rows. With a pipeline, MaxText splits this batch into microbatches, by default one per stage.
     """
     key, later = "train.gradient_accumulation_steps", line.later
     try:

@@ -80,7 +80,7 @@ def describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals in a union, and None, by the word that a user types for each."""
+    """Map the spelling of each literal in a union, and of None, to its value."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 

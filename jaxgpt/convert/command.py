@@ -184,7 +184,7 @@ def _quote(word: str) -> str:
 def _launcher(words: list[str]) -> str:
     """Return the jaxgpt.launch prefix for the options of another launcher.
 
-    Returns an empty string if they start one process or do not give a number of processes.
+    Returns an empty string for a single process, or if the number of processes is unknown.
     """
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)

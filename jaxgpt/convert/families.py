@@ -159,9 +159,9 @@ def _decoder(
 def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
     """Return model.layers, as the shortest repeating pattern, and model.sliding_window.
 
-    Both are left out if no layer has a sliding window, and the pattern if all layers have one.
-    `default` has the type of each layer, for a config.json without layer_types. If it is None, all
-    layers have full attention.
+    Both are left out if no layer has a sliding window. The pattern is left out if all layers have
+    one. `default` has the type of each layer, for a config.json without layer_types. If it is None,
+    all layers have full attention.
     """
     n_layer = keys.count("num_hidden_layers")
     default = default or ["full_attention"] * n_layer

@@ -35,7 +35,7 @@ def from_hf(
         block_size: new context length in tokens, for a model with rotary positions. If None, the
             length is unchanged.
         tokenizer: path that `read_tokenizer` accepts. If None, the folder's tokenizer is used, if
-            any.
+            it has one.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
     tokenizer or `block_size` does not fit the model, or if `safetensors` or `tokenizers` is needed
@@ -130,7 +130,7 @@ def to_hf(
 
     Args:
         run: run directory.
-        step: checkpoint to export. None means the newest.
+        step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.

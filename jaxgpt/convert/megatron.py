@@ -137,9 +137,9 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the checkpoint file of each rank, by (tensor rank, pipeline rank).
 
     `path` is a checkpoint folder, or a folder of checkpoints with a file that identifies the latest
-    one, which is then used. Raises `UsageError` if the folder is missing, if it has no
-    checkpoint in a supported format, or if the file of any rank is missing. Raises `OSError` if the
-    file that identifies the latest checkpoint cannot be read.
+    one, which is then used. Raises `UsageError` if the folder is missing, if it has no checkpoint
+    in a supported format, or if the file of any rank is missing. Raises `OSError` if the file that
+    identifies the latest checkpoint cannot be read.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -261,7 +261,7 @@ def merged(
     """Return the tensors of the full model by name, with layers numbered across pipeline stages.
 
     Args:
-        files: file of each (tensor rank, pipeline rank), for errors.
+        files: file of each (tensor rank, pipeline rank), for error messages.
         ranks: tensors of each rank, by name.
         arguments: Megatron's arguments.
 

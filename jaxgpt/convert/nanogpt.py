@@ -76,7 +76,7 @@ def to_nanogpt(
 
     Args:
         run: run directory.
-        step: checkpoint to export. None means the newest.
+        step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.

@@ -214,7 +214,7 @@ def pattern(device: Any, position: Any) -> Any:
 def _check_result(
     mesh: Mesh, axis: str, collective: CollectiveTest, part: int, result: jax.Array
 ) -> None:
-    """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy's.
+    """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy.
 
     `result` has one row for each device, in the order of the flattened mesh. `part` is the length
     of the whole array divided by the number of devices along the axis. Raises `ArithmeticError` for

@@ -63,7 +63,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "devices": device_names(local_device_ids(cluster) or range(len(local)), visible),
         "narrowed": bool(visible),  # an environment variable selects the visible devices
         "jax_platforms": os.environ.get("JAX_PLATFORMS", ""),
-        "accelerators": count_accelerators(),  # number on the host
+        "accelerators": count_accelerators(),  # number on the host.
         # Bytes that JAX may use on one device; None if the device does not report it.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
         # Bytes available on the host, or the job's memory limit if that is less.

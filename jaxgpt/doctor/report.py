@@ -84,7 +84,7 @@ def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> N
 
 
 class Report:
-    """The results of all checks so far. Process 0 prints each section, or JSON at the end.
+    """The results of all checks so far. Process 0 prints the results.
 
     If an activity exceeds the timeout, for example because a process is stuck in a collective, the
     report ends with this activity, and the monitor terminates the job.

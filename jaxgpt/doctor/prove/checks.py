@@ -121,7 +121,7 @@ def speed(commands: Commands, *, name: str) -> Iterator[Row]:
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Compare the speed with nanoGPT's in alternating rounds, with the same weights and data.
+    """Time jaxgpt and nanoGPT in alternating rounds, with the same weights and data.
 
     Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing. Also raises
     whatever `Commands.json` raises.
@@ -156,7 +156,7 @@ def numerics(commands: Commands) -> Iterator[Row]:
 
 
 def kernels(commands: Commands) -> Iterator[Row]:
-    """Compare attention kernels with XLA's and, on a GPU, float32 losses with the CPU's.
+    """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU.
 
     Raises the same errors as `Commands.run` and `Commands.json`.
     """
@@ -192,10 +192,11 @@ def resume(commands: Commands) -> Iterator[Row]:
 
 
 def memory(commands: Commands) -> Iterator[Row]:
-    """Compare the memory and, if known, the step time in `plan` with the results of `bench step`.
+    """Compare the memory and step time that `plan` predicts with the results of `bench step`.
 
-    Reuses the measurements of earlier checks. Raises `Missing` if the hardware table does not have
-    this GPU. Also raises whatever `Commands.json` raises.
+    A step time that `plan` does not predict is left out. Reuses the measurements of earlier checks.
+    Raises `Missing` if the hardware table does not have this GPU. Also raises whatever
+    `Commands.json` raises.
     """
     for name, (_, settings) in _steps(commands).items():
         saved = _saved_step(commands, name)

@@ -144,7 +144,7 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if the command ends before that, or is killed by something else.
+            CommandFailed: if the command ends earlier, or is killed by another process.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
 
         Also raises whatever `reached` raises.
