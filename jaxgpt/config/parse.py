@@ -503,7 +503,8 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     """Return the text of --help: every key with its type, bounds, default and description.
 
     `prog` is the name of the command. `choices` has the allowed values of keys whose type does not
-    list them. If `group` is a section, the text has only the keys of that section.
+    list them. If `group` is a section, the text has only the keys of that section. Otherwise, it
+    has all keys.
     """
     sections = {
         name: section
