@@ -384,6 +384,10 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
         except UsageError:
             if (content := saved(kept.parent)) is None:
                 raise
+        except OSError as error:
+            raise UsageError(
+                f"out={kept.parent}: {error.strerror}; give a folder that you may read and write"
+            ) from None
         if content is not None:
             return kept, content
     name = expand_user(given.get("config", [default])[0], "config=")
@@ -407,7 +411,13 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
     if config.train.init_from is None:
         return {}
     validate(Config().replace(train__init_from=config.train.init_from))
-    options = model_of(config.train.init_from, config.out)
+    try:
+        options = model_of(config.train.init_from, config.out)
+    except OSError as error:
+        raise UsageError(
+            f"train.init_from={config.train.init_from}: {error.strerror}; give a folder or file "
+            "that you may read"
+        ) from None
     return _flatten({"model": options}, f"train.init_from={config.train.init_from}")
 
 

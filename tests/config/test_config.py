@@ -73,6 +73,18 @@ def test_a_yaml_file_in_a_folder_without_access_is_one_sentence(monkeypatch):
         load_config("closed/mine.yaml")
 
 
+@pytest.mark.parametrize("key", ["out", "train.init_from"])
+def test_a_folder_without_access_is_one_sentence(key, monkeypatch):
+    def deny(path, **options):
+        if "closed" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", deny)
+    with pytest.raises(UsageError, match=f"{key}=closed: Permission denied; give a folder"):
+        parse_args([f"{key}=closed"], initial_model=lambda path, out: Path(path).stat())
+
+
 def test_an_existing_run_directory_brings_its_own_configuration(tmp_path):
     config = load_config("shakespeare_char_cpu", "train.max_iters=7")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
