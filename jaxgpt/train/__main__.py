@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             from jaxgpt.train.loop import train
 
             status = train(run, cluster, facts, stop, clock)
-        # Skip garbage collection at exit: it takes 0.4 to 1.3 s (2026-11, two busy cores, JAX
+        # Skip garbage collection at exit, which takes 0.4 to 1.3 s (2026-11, two busy cores, JAX
         # 0.10.2).
         gc.freeze()
     sys.exit(status)
@@ -101,8 +101,8 @@ def _count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, st
     """Compute train.batch_size from train.batch_size_per_device.
 
     Returns the new configuration, the number of devices, and a line for the log. All processes call
-    this together. Raises `UsageError` if the mesh does not fit the devices or the model, or if the
-    batch is too large.
+    this together. Raises `UsageError` if the mesh does not fit the devices or the model, if
+    JAX_NUM_CPU_DEVICES is invalid, or if the batch is too large.
     """
     n_devices = count_devices(mesh_shape(config), cluster)
     shape = mesh_shape(config, n_devices)
@@ -110,19 +110,20 @@ def _count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, st
 
 
 def _earlier_saves(run: Run) -> list[dict[str, Any]]:
-    """Return the metrics.jsonl records of the last three saved checkpoints, oldest first.
+    """Return the last three `checkpoint` records in metrics.jsonl, oldest first.
 
-    The result is empty if there is no metrics.jsonl. Raises `OSError` if it cannot be read.
+    The list is shorter if there are fewer records, and empty if there is no metrics.jsonl. Raises
+    `OSError` if metrics.jsonl cannot be read.
     """
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []
 
 
 def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return the seconds to wait for all processes to join, and the hang watchdog's timeout.
+    """Return the seconds to wait for all processes to join, and the limit for the hang watchdog.
 
-    `config` is None if the configuration is invalid; the processes still join, so that all of
-    them exit with the error.
+    The limit is None if train.hang_timeout is None. `config` is None if the configuration is
+    invalid. The processes still join, so that all of them exit with the error.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

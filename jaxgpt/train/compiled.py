@@ -62,7 +62,7 @@ class CompiledFunctions:
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
     n_parameters: tuple[int, int]  # (total, non-embedding), from `count_parameters`
-    warnings: tuple[str, ...]  # if the layout or attention kernel is not as requested
+    warnings: tuple[str, ...]  # about the layout, the attention kernel and FP8
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
     init: Callable[[], TrainState]
@@ -73,16 +73,19 @@ class CompiledFunctions:
     ]
     """(state, step, learning rate, global batch) -> (next state, metrics); donates the state."""
     eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
-    """(params, tokens of shape (B, T+1) or `TokenRows`) -> mean loss of each row, shape (B,)."""
+    """(params, int32 (B, T+1) or `TokenRows`) -> weighted mean loss of each row in nats, (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
-    """(params, tokens of shape (B, T+1)) -> scores (B, T) of all tokens except each row's first."""
+    """(params, tokens (B, T+1)) -> scores (B, T) of all tokens except the first of each row."""
     eval_logits: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens of shape (B, T+1)) -> logits (B, T, V) for the token after each token."""
+    """(params, tokens (B, T+1)) -> float32 next-token logits (B, T, V)."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
     """params -> (function that decodes one text, empty KV cache)."""
 
     def describe(self) -> str:
-        """Return the size of the model and the mesh: `2.53M parameters, data=2 fsdp=1 tensor=1`."""
+        """Return a description such as `2.53M parameters, data=2 fsdp=1 tensor=1`.
+
+        It has the number of non-embedding parameters and the mesh.
+        """
         return f"{self.n_parameters[1] / 1e6:.2f}M parameters, {describe(self.mesh)}"
 
     @property
@@ -92,7 +95,7 @@ class CompiledFunctions:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of a batch's arrays, whose rows are split over the devices."""
+        """The sharding of the arrays in a batch, which splits their rows over the devices."""
         return sharding.batch_sharding(self.mesh)
 
     def lower_train_step(self) -> jax.stages.Lowered:
@@ -116,7 +119,7 @@ def make_steps(
         attend: the attention function; by default, the kernel that model.attention selects.
         slices: number of slices of each device's part of a microbatch; by default, the result of
             `choose_n_slices` on CPUs and 1 on other devices.
-        on_cpu: whether to compile for CPUs; by default, inferred from the devices in `mesh`.
+        on_cpu: whether to build the model for CPUs; by default, whether `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 
     Raises:
@@ -151,7 +154,7 @@ def make_steps(
         # Evaluate without FP8, because FP8 scales would make a row's result depend on the other
         # rows.
         model = shard(config.replace(train__matmul_dtype=None))
-    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # they shard the most dims
+    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # no rules shard more dimensions
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(
@@ -193,9 +196,9 @@ def make_steps(
 def training_batch(
     config: Config, where: NamedSharding, has_masks: bool
 ) -> jax.ShapeDtypeStruct | TokenRows:
-    """Return the shape and sharding of a global training batch.
+    """Return the shape, dtype and sharding of a global training batch.
 
-    It is int32 (B, T+1), or `TokenRows` if `has_masks`.
+    The batch is int32 (B, T+1) or, if `has_masks`, `TokenRows`.
     """
     shape = (config.train.batch_size, config.model.block_size + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)

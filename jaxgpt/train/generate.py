@@ -18,12 +18,12 @@ class Text(NamedTuple):
     """A partially generated sequence."""
 
     tokens_S: jax.Array  # int32 (S,): the prompt, the generated tokens, then padding
-    n: jax.Array  # int32: number of tokens before the padding
-    caches: Any  # KV caches, without the last token
+    n: jax.Array  # int32 scalar: number of tokens before the padding
+    caches: Any  # KV caches; see `Generator`
 
 
 class Generator(NamedTuple):
-    """Two functions that generate one sequence; use `jax.vmap` for several.
+    """Two functions that generate one sequence; use `jax.vmap` for several sequences.
 
     The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
     The sequence may grow beyond model.block_size. With rotary positions, each layer then attends to
@@ -35,15 +35,16 @@ class Generator(NamedTuple):
     start: Callable[[Params, jax.Array, jax.Array], Text]
     """(params, window, length) -> the prompt as a `Text`.
 
-    `window` is int32 and holds at most model.block_size tokens: the prompt of `length` tokens, then
+    `window` is int32 (P,), with P at most model.block_size: the prompt of `length` tokens, then
     padding.
     """
     extend: Callable[[Params, Text, jax.Array, Any, Any, Any], Text]
-    """(params, text, seed, first, n_cached, end) -> `text` with the generated tokens up to `end`.
+    """(params, text, seed, first, n_cached, end) -> `text` with more generated tokens.
 
-    Generated token i is drawn with a key derived from `seed` and i, so it does not depend on the
-    number of calls. The first `n_cached` tokens are decoded with the KV cache. These must be all
-    the tokens generated before the sequence reaches model.block_size.
+    Each call generates the tokens `first` to `end` - 1, counted from 0 after the prompt. Token i is
+    drawn with a key derived from `seed` and i, so it does not depend on the number of calls. With
+    learned positions, only the first `n_cached` tokens are generated with the KV cache. `n_cached`
+    is the result of `cached_tokens` for the longest prompt.
     """
 
 
@@ -125,15 +126,18 @@ def make_generate(
 
 
 def cached_tokens(n_positions: int | None, length: Any) -> Any:
-    """Return how many tokens can be generated with the KV cache after `length` tokens."""
+    """Return how many tokens can be generated with the KV cache after a prompt of `length` tokens.
+
+    With RoPE (`n_positions` is None), the number is not limited, and the result is 2^31 - 1.
+    """
     return np.iinfo(np.int32).max if n_positions is None else n_positions + 1 - length
 
 
 def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array) -> Any:
     """Return the KV caches of the first `length` tokens of `window`, computed in chunks.
 
-    The last chunk may include padding. The cache entries of the padding are overwritten before any
-    token attends to them.
+    `window` is int32 (P,). The last chunk may include padding. The cache entries of the padding are
+    overwritten before any token attends to them.
     """
     P = min(PREFILL_CHUNK, window.size)
 
@@ -157,7 +161,10 @@ def draw_token(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.A
 
 
 def limit_choice(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
-    """Return logits / temperature, with -inf for the tokens that `sampling` excludes."""
+    """Return logits / temperature (V,), with -inf for the tokens that `sampling` excludes.
+
+    The temperature must be positive.
+    """
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits_V, min(sampling.top_k, logits_V.size))[0][-1]
         logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
@@ -177,9 +184,9 @@ def limit_choice(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
     """Return the last `block_size` tokens of a prompt, padded, and their number before padding.
 
-    The tokens are int32. They are padded to a multiple of `PREFILL_CHUNK`, but at most to
+    The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but at most to
     `block_size`, so that prompts of similar lengths share a compiled function. Raises `UsageError`
-    like `prompt_tokens`.
+    if the tokenizer cannot encode the prompt.
     """
     tokens = prompt_tokens(tokenizer, prompt)[-block_size:]
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK

@@ -28,7 +28,7 @@ from jaxgpt.train.step import weighted_mean
 # (logits_1V, updated cache); see `decode_step`.
 DecodeFn = Callable[..., tuple[jax.Array, Cache]]
 
-SMALL_BYTES = 2**28  # parameters up to this total size are copied to every device for decoding
+SMALL_BYTES = 2**28  # for decoding, parameters up to this total size are copied to every device
 
 
 def eval_losses(
@@ -70,12 +70,11 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
     """Return next-token logits_BTV in float32, without dropout.
 
-    `eval_tokens` computes its scores from the same logits.
+    `eval_tokens` computes its scores from the same logits. V excludes the padding of the
+    vocabulary.
 
     Args:
-        tokens: int32 (B, T+1), as for `eval_tokens`. Each row's last token is not an input.
-
-    V excludes the padding of the vocabulary.
+        tokens: int32 (B, T+1), as for `eval_tokens`. The last token of each row is not an input.
     """
 
     def logits(network: GPT, batch: Batch) -> jax.Array:
@@ -111,10 +110,10 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
     """Return the decode function for these parameters, and an empty KV cache.
 
     If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes all
-    tokens, because distributing so little work would take more time than it saves. Larger
-    parameters stay sharded, so ZeRO-3 gathers the whole model for each token. Each pipeline stage
-    gathers all layers once per call. On a single CPU, a large model has a separate array for each
-    layer (`unstack_layers`), because that is faster.
+    tokens, because distributing so little work would take more time than it saves. On several
+    devices, larger parameters stay sharded, so ZeRO-3 gathers the whole model for each token. Each
+    pipeline stage gathers all layers once, before decoding. On a single CPU, a large model in
+    device memory gets a separate array for each layer (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

@@ -15,11 +15,11 @@ from jaxgpt.train.sharded_model import ShardedModel
 def layer_values(
     model: ShardedModel, step: jax.Array, batch: Batch, gradients: Params, params: Params
 ) -> dict[str, jax.Array] | None:
-    """Return the per-layer values in the fields of `LayersRecord`: float32 (L,).
+    """Return the per-layer values for the fields of `LayersRecord`, by name: float32 (L,).
 
-    They are zero unless `step` is a multiple of train.layers_every, and the result is None if
-    train.layers_every is 0. Activations are measured in a separate forward pass, so other steps
-    cost nothing.
+    The values are zero unless `step` is a multiple of train.layers_every. If train.layers_every is
+    0, the result is None. Activations are measured in a separate forward pass, so other steps cost
+    nothing.
     """
     every = model.config.train.layers_every
     if not every:
@@ -37,16 +37,15 @@ def layer_values(
 
 
 def norms_L(arrays: Params) -> jax.Array:
-    """Return the norm of each layer over all arrays (L, ...)."""
+    """Return the L2 norm of each layer over all arrays (L, ...): float32 (L,)."""
     squares_L = (jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(arrays))
     return jnp.sqrt(sum(squares_L))
 
 
 def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.Array:
-    """Return the root mean square of each block's output over the global batch, without dropout.
+    """Return the RMS of each block's output over the global batch, without dropout: float32 (L,).
 
-    The output is the residual stream after the block. The microbatches are processed one after
-    another, as in training.
+    The output is the residual stream after the block.
     """
     B, T = batch.tokens.shape
     n = 1  # a pipeline splits the batch itself

@@ -47,10 +47,15 @@ def train(
 
     The status is `exits.DONE`, `exits.STOPPED` (the same command can continue the run) or
     `exits.FAILED` (the run cannot recover from loss spikes, non-finite steps or a faulty device).
-    `facts` is the result of `initialize_jax`. Raises `UsageError` if the configuration is invalid
-    or does not fit the devices, if the data or the initial weights cannot be read, if a checkpoint
-    cannot be restored or saved, or if another file of the run cannot be written, and `OSError` on
-    process 0 if metrics.jsonl cannot be read.
+    `facts` is the result of `initialize_jax`. All processes call this together.
+
+    Raises:
+        UsageError: if the configuration is invalid or does not fit the devices, if the data or the
+            initial weights cannot be read, if a checkpoint cannot be restored or saved, or if
+            another file of the run cannot be written.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if a checkpoint that a rewind
+            abandons cannot be removed.
+        RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
@@ -93,8 +98,8 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
     """Train to the end of the run, restarting after corruption and after spikes that need a rewind.
 
     All processes call this together. If the run cannot restart, the result has a `failure`. Raises
-    `OSError` on process 0 if metrics.jsonl cannot be read, and `UsageError` for the same reasons as
-    `run_steps`, `before_spike`, `after_corruption` and `restart_from`.
+    the same errors as `run_steps`, `before_spike`, `after_corruption` and `restart_from`, except
+    `NoRewind` and `DeviceFailed`.
     """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:
@@ -120,8 +125,10 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train from the step after `run.resume_step` until the run ends, stops, fails or restarts.
 
-    All saves have finished when this returns. All processes call this together. Raises `UsageError`
-    if the data cannot be read, or if a save fails and the run cannot continue without it.
+    All saves have finished when this returns. If no steps are left, this does nothing. All
+    processes call this together. Raises `UsageError` if the data cannot be read, if startup.json
+    cannot be written, or if a save fails and the run cannot continue without it. Raises
+    `RuntimeError` if JAX fails.
     """
     config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
     monitor, profile = trainer.job.cluster.monitor, trainer.profile
@@ -159,8 +166,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
-        # After a failure, save only if the state has changed since the last save. Saving it again
-        # could evict an older checkpoint, which may be a better one.
+        # After a failure, save only if the state has changed since the last save. Saving the same
+        # state again could evict an older checkpoint, which may be better.
         saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
         corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
@@ -173,7 +180,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             unsaved = 0
 
         # Evaluate after the save, when the state is safe. A run that is being stopped may not have
-        # time to evaluate, so the resumed run does it.
+        # time to evaluate, so the resumed run evaluates first.
         if evaluating and (is_last or not stopping):
             evaluate_and_sample(trainer, step, state)
         if is_last or stopping or failure:
@@ -191,7 +198,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """If due, compare replicas and return the mesh indices of devices that differ.
+    """Return the mesh indices of devices that differ from their replicas; empty if no check is due.
 
     If train.verify_interval is set, replicas are compared at this interval and before every save.
     All processes call this together.
@@ -206,9 +213,10 @@ def _find_corruption(
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Log an evaluation and a sample after a step, or only the given `kinds`.
+    """Log an evaluation and a sample after a step, or only one of them.
 
-    All processes call this together. Raises `UsageError` if the data cannot be read.
+    `kinds` contains "eval", "sample" or both. If samples are disabled, no sample is logged. All
+    processes call this together. Raises `UsageError` if the data cannot be read.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("evaluation"):
@@ -223,7 +231,7 @@ def evaluate_and_sample(
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
-    All processes call this together. Raises `UsageError` like `Checkpoints.save`.
+    All processes call this together. Raises the same errors as `Checkpoints.save`.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("save"):

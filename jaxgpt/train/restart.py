@@ -1,4 +1,4 @@
-"""Restarts: a run continues from a checkpoint, whatever the cause."""
+"""Restarts of a run from a checkpoint, to resume, to rewind or to recover from damage."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,28 +51,32 @@ class Job(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why a run restarts. Both fields are None when a run starts or resumes."""
+    """The cause of a restart. Both fields are None when a run starts or resumes."""
 
     rewind: dict[str, Any] | None = None  # the rewind after a loss spike; see `read_rewinds`
-    record: Record | None = None  # to log after the restart
+    record: Record | None = None  # a record to log after the restart
 
 
 def restart_from(
     checkpoint: int | None, cause: Cause, run: Run, job: Job
 ) -> tuple[Run, TrainState]:
-    """Restore a run and its state from a checkpoint; if None, start before the first step.
+    """Restore a run and its state from a checkpoint. Return both.
 
-    All processes call this together. If the arrays of the checkpoint are damaged, the newest
-    undamaged checkpoint before it is used instead. Nothing is renamed or removed until all
-    processes have restored the state. After that, damaged checkpoints are quarantined, the rewind
-    is committed, and the abandoned steps are dropped from the logs.
+    If `checkpoint` is None, the run starts before the first step. If the arrays of the checkpoint
+    are damaged, the newest undamaged checkpoint before it is used instead. Nothing is renamed or
+    removed until all processes have restored the state. After that, damaged checkpoints are
+    quarantined, the rewind is committed, and the abandoned steps are dropped from the logs. All
+    processes call this together.
 
     Raises:
-        DamagedCheckpoint: there is no undamaged checkpoint, or the checkpoint is damaged and
-            checkpoint.on_damage=refuse.
-        UsageError: a file cannot be read, renamed or written at the moment, the JSON of the
-            checkpoint is damaged, or the initial weights are missing.
-        OSError: on process 0, if metrics.jsonl cannot be read.
+        DamagedCheckpoint: if the arrays of the checkpoint are damaged, and there is no older
+            undamaged checkpoint or checkpoint.on_damage=refuse. Also raised if the arrays of the
+            initial weights are damaged.
+        UsageError: if a file cannot be read, renamed or written at the moment, if the JSON of the
+            checkpoint or rewinds.json is damaged, or if the initial weights are missing.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if a checkpoint that a rewind
+            abandons cannot be removed.
+        RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     damaged = dict(run.damaged)
     while True:
@@ -115,7 +119,10 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run with the given checkpoint's JSON, steps to skip and missing records."""
+    """Return the run with the given checkpoint's JSON, steps to skip and missing records.
+
+    All processes call this together. Raises the same `UsageError` and `OSError` as `restart_from`.
+    """
 
     def on_process_0() -> dict[str, Any] | None:
         if not cluster.is_main:
@@ -140,11 +147,13 @@ def _as_of(
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
     """Return the newest checkpoint with undamaged JSON that precedes the damaged `checkpoint`.
 
-    Return None if there is no such checkpoint, or if checkpoint.on_damage=refuse.
+    Return None if there is no such checkpoint, if `checkpoint` is None, or if
+    checkpoint.on_damage=refuse. Raises `UsageError` if the JSON of a checkpoint cannot be read at
+    the moment.
     """
 
     def on_process_0() -> int | None:
-        # If `checkpoint` is None, the weights of train.init_from are damaged.
+        # If `checkpoint` is None, the initial weights are damaged.
         if not cluster.is_main or checkpoint is None or run.config.checkpoint.on_damage == "refuse":
             return None
         return max((s for s in valid_checkpoints(run.directory) if s < checkpoint), default=None)
@@ -153,7 +162,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 
 
 def _json_damage(directory: Path, step: int) -> str:
-    """Return the reason why the JSON of a checkpoint is damaged."""
+    """Return the reason why the JSON of a checkpoint, which must be damaged, is damaged."""
     try:
         read_meta(directory, step)
     except DamagedCheckpoint as error:
@@ -162,7 +171,10 @@ def _json_damage(directory: Path, step: int) -> str:
 
 
 def _read_state(run: Run, job: Job) -> TrainState:
-    """Return the state after `run.resume_step`, or the initial state if that is None."""
+    """Return the state after `run.resume_step`, or the initial state if `resume_step` is None.
+
+    Raises the same errors as `restore_state` and `load_weights`.
+    """
     if run.resume_step is not None:
         return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes)
     if run.init_folder is not None:
@@ -187,9 +199,13 @@ def load_weights(
 
     `folder` is a run directory or the output of jaxgpt.convert, and `step` is a checkpoint in it. A
     learned position-embedding table is truncated to its first model.block_size rows. All processes
-    call this together. Raises `UsageError` on every process if any process cannot read the weights
-    or their JSON is damaged, `DamagedCheckpoint` if their arrays are damaged, and `RuntimeError` if
-    JAX fails, for example because it runs out of memory.
+    call this together.
+
+    Raises:
+        DamagedCheckpoint: on every process, if the arrays of the weights are damaged.
+        UsageError: on every process, if any process cannot read the weights, or if their JSON is
+            damaged.
+        RuntimeError: if JAX fails, for example because it runs out of memory.
     """
 
     def read() -> dict[str, Any]:
@@ -214,8 +230,12 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
     """Return the checkpoint to rewind to after a loss spike, and the cause of the restart.
 
     The checkpoint is None for the state before the first step. `last` is the last completed step.
-    All processes call this together. Raises `NoRewind` on all of them if the run cannot rewind, and
-    `UsageError` if a checkpoint's JSON or rewinds.json cannot be read.
+    All processes call this together.
+
+    Raises:
+        NoRewind: on every process, if the run cannot rewind.
+        UsageError: on every process, if the JSON of a checkpoint or rewinds.json cannot be read.
+        OSError: on process 0, if the run cannot rewind and metrics.jsonl cannot be read.
     """
     record = job.report.spike_record(spike)
 
@@ -241,9 +261,9 @@ def after_corruption(
 ) -> tuple[int | None, Cause]:
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
-    This is the newest undamaged checkpoint, or None for the state before the first step. Devices
-    are compared before every save, so all replicas agreed when the checkpoint was saved. All
-    processes call this together.
+    This is the newest checkpoint with undamaged JSON, or None for the state before the first step.
+    Devices are compared before every save, so all replicas agreed when the checkpoint was saved.
+    All processes call this together.
 
     Args:
         devices: mesh indices of devices whose parameters differ from the other replicas.
@@ -251,9 +271,11 @@ def after_corruption(
         earlier: the checkpoints that earlier calls returned; this call appends its result.
 
     Raises:
-        DeviceFailed: the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint.
-        UsageError: all checkpoints are damaged, the newest one is damaged and
-            checkpoint.on_damage=refuse, or the JSON of a checkpoint cannot be read at the moment.
+        DeviceFailed: if corruption has already restarted the run `MAX_CORRUPTIONS` times from this
+            checkpoint.
+        UsageError: if all checkpoints are damaged, if the newest one is damaged and
+            checkpoint.on_damage=refuse, or if the JSON of a checkpoint cannot be read at the
+            moment.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(
@@ -273,7 +295,7 @@ def after_corruption(
 
 
 def _device_names(devices: Sequence[int], job: Job) -> list[str]:
-    """Return a description of each device; `devices` are mesh indices."""
+    """Return a description of each device, given its index in the flattened mesh."""
     hosts, flat = job.cluster.host_names, job.steps.mesh.devices.flat
     ranks = [flat[device].process_index for device in devices]
     return [

@@ -49,7 +49,7 @@ EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_in
 _MASK_KEYS = {"document_mask", "end_of_text"}
 CONVERTED_FOLDER = "init_from"  # folder for converted weights, in the run directory
 # Keys that are not reported as changed. The mesh and the batch size have their own log lines, a
-# resumed run no longer uses its initial weights, and the others change only the log.
+# resumed run no longer uses its initial weights, and the other keys change only the log.
 _NOT_REPORTED = (
     "parallel.mesh", "train.batch_size", "train.init_from", "train.log_columns",
     "train.log_all_ranks", "train.verbose",
@@ -77,10 +77,10 @@ def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[
 def check_resume(
     config: Config, directory: Path, step: int, meta: dict[str, Any], dataset: Dataset
 ) -> list[str]:
-    """Check that a run can resume from a checkpoint; return log lines about what changed.
+    """Check that a run can resume from a checkpoint; return log lines about changes.
 
     `step` and `meta` are the step and the JSON of the checkpoint. Raises `UsageError` if the run
-    cannot resume from it.
+    cannot resume from this checkpoint, or if its data cannot be read.
     """
     checkpoint = directory / "checkpoints" / str(step)
     if meta.get(WEIGHTS_ONLY):
@@ -121,7 +121,10 @@ def check_resume(
 
 
 def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
-    """Return whether a setting must not change when a run resumes."""
+    """Return whether a setting must not change when a run resumes.
+
+    `values` has the old and the new value.
+    """
     if name == "optimizer.momentum":
         return config.optimizer.name == "sgd" and 0 in values
     is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
@@ -133,8 +136,9 @@ def _check_data(
 ) -> list[str]:
     """Compare the data with the data that a checkpoint was trained on; return log lines.
 
-    Raises `UsageError` if the tokens or the tokenizer differ, unless data.accept_changes is set. A
-    change of data.blend is only logged.
+    Raises `UsageError` if the sources, their tokens or the tokenizer differ, unless
+    data.accept_changes is set. A change of data.blend is only logged. Also raises `UsageError` if
+    the data cannot be read.
     """
     saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
     tokenizers = meta["tokenizer"], dataset.tokenizer_meta
@@ -162,7 +166,7 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line if the run is longer than the learning-rate decay."""
+    """Return a log line if train.max_iters is after the end of the learning-rate decay, if any."""
     optimizer, end = config.optimizer, config.train.max_iters
     last = optimizer.lr_decay_iters
     if optimizer.schedule == "constant" or end <= last:
@@ -188,8 +192,8 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     """Return the model options that train.init_from implies, for `parse_args`.
 
     If the run directory `out` has undamaged checkpoints, return the options of the newest one
-    instead, because a resumed run no longer uses its initial weights. Raises `UsageError` if the
-    options cannot be read.
+    instead, because a resumed run no longer uses its initial weights. The options do not include
+    model.dropout and model.attention. Raises `UsageError` if they cannot be read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):
@@ -236,11 +240,14 @@ def prepare_weights(
     """Prepare the initial weights of a run that sets train.init_from.
 
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
-    folder is converted into the run directory, and the tokenizer's files are copied there. In the
-    config, train.init_from is an absolute path, and data.tokenizer is set if the weights have a
-    tokenizer and the data has none. Raises `UsageError` if the weights cannot be read, if the model
-    does not match them, or if the tokenizer does not match them and data.accept_changes is not set.
-    Raises `OSError` if the tokenizer's files cannot be copied.
+    folder is converted into the run directory, and its tokenizer's files are copied there. In the
+    config, the path in train.init_from is absolute, and data.tokenizer is set if the weights have a
+    tokenizer file and the data has no tokenizer.
+
+    Raises:
+        UsageError: if the weights cannot be read, if the model does not match them, or if the
+            tokenizer of the data does not match them and data.accept_changes is not set.
+        OSError: if the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -261,7 +268,7 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a log line with the options that differ from those of the weights, if any.
+    """Return a log line if options differ from those of the weights.
 
     Raises `UsageError` if such an option affects the parameter arrays.
     """
@@ -290,9 +297,10 @@ def _share_tokenizer(
 ) -> tuple[Config, list[str]]:
     """Check that the data and the weights have the same tokenizer; return the config and log lines.
 
-    Hugging Face files that accompany the weights are copied into the run directory. If the data has
-    no tokenizer, the run uses a tokenizer file that comes with the weights. Raises `UsageError` if
-    the tokenizers differ, unless data.accept_changes is set.
+    The `COMPANIONS` of the weights are copied into the run directory. If the data has no tokenizer,
+    the run uses the tokenizer file of the weights, if there is one. If the tokenizer of the weights
+    or the data is unknown, a warning is returned. Raises `UsageError` if the tokenizers differ,
+    unless data.accept_changes is set, and `OSError` if a file cannot be copied.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:
@@ -331,16 +339,16 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
-    This includes ranges skipped before the checkpoint. The format is the same as for
-    train_range_to_skip: first, last, first, last, ... Each range in `asked` that contains steps
-    trained before the checkpoint causes a warning. Raises `UsageError` if the checkpoint has a
-    setting that this version does not know.
+    The ranges include those skipped before the checkpoint, in the format of train_range_to_skip:
+    first, last, first, last, ... Each range in `asked` that contains steps trained before the
+    checkpoint causes a warning. Raises `UsageError` if the checkpoint has a setting that is unknown
+    or malformed.
 
     Args:
         asked: the ranges of train_range_to_skip.
         rewound: the ranges skipped by the rewinds of the run.
         step: the step of the checkpoint; None at the start of a run.
-        meta: the JSON of the checkpoint.
+        meta: the JSON of the checkpoint; not used at the start of a run.
     """
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []

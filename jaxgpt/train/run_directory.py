@@ -65,18 +65,18 @@ class Run:
     directory: Path
     dataset: Dataset
     fingerprints: list[list[str]]  # [path, hash] of each data source
-    resume_step: int | None  # step of the checkpoint to resume from, or None
-    resume_meta: dict[str, Any]  # JSON of that checkpoint, or empty
+    resume_step: int | None  # step of the checkpoint to resume from; None for a new run
+    resume_meta: dict[str, Any]  # JSON of that checkpoint; empty for a new run
     asked_to_skip: tuple[int, ...]  # train_range_to_skip of this command and earlier ones
     notes: list[str]  # lines for the log
     damaged: Sequence[tuple[int, str]] = ()  # (step, reason) of checkpoints after `resume_step`
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due at `resume_step` but not logged
-    init_folder: str | None = None  # folder of the initial weights; it may no longer exist
-    init_step: int | None = None  # step of these weights; the folder may have newer checkpoints
+    init_folder: str | None = None  # folder of the initial weights, which may no longer exist
+    init_step: int | None = None  # step of the initial weights; may not be the newest in the folder
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Batch sizes, from the checkpoint up to `resume_step`, and then train.batch_size."""
+        """The checkpoint's batch sizes up to `resume_step`, and train.batch_size after it."""
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
@@ -87,7 +87,7 @@ class Run:
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
         """Return the JSON for a checkpoint of `step`, without the keys that `save_checkpoint` adds.
 
-        `rows` is the training data loader.
+        `rows` loads the training data.
         """
         return {
             "step": step,
@@ -103,7 +103,7 @@ class Run:
         """Return the number of tokens consumed from each corpus up to `step`, by name.
 
         data.blend may have changed at `resume_step`, so the counts up to that step come from the
-        checkpoint.
+        checkpoint. `rows` loads the training data.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
@@ -117,14 +117,15 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     """Open the data and the run directory, and find the checkpoint to resume from.
 
     Process 0 makes all decisions and broadcasts them. It creates the run directory and locks it
-    until the job ends, and prepares the dataset `python` and the initial weights if necessary. The
+    until the job ends. If necessary, it prepares the dataset `python` and the initial weights. The
     other processes then open the same data. All processes call this together.
 
     Raises:
         UsageError: on every process, if the configuration is invalid or does not fit the job, if
             the data, the initial weights or the checkpoint cannot be used, or if the run directory
             is locked or not writable.
-        OSError: on process 0, if metrics.jsonl cannot be read.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if the tokenizer's files cannot
+            be copied into the run directory.
     """
     decided = cluster.broadcast(
         cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
@@ -141,9 +142,9 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
 
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
-    """Raise `UsageError` if the data or the tokenizer differs from that on process 0."""
+    """Raise `UsageError` if process 0 has different data or another tokenizer."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # One process per host compares hashes, and so does any process with different paths.
+    # Hashes are compared by one process per host and by any process with other paths.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -160,7 +161,10 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the decisions that process 0 makes for all processes, as JSON."""
+    """Return the decisions that process 0 makes for all processes, as a JSON value.
+
+    Raises the same errors as `prepare_run`.
+    """
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
         check_batch(config, mesh_shape(config, n_devices))
@@ -217,7 +221,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
-    """Return what is known about the processes before JAX starts."""
+    """Return the facts about the processes that are known before JAX starts."""
     return {
         "processes": cluster.size,
         "hosts": list(dict.fromkeys(cluster.host_names)),
@@ -229,8 +233,8 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the ranges to skip, from this command and earlier ones, and notes for the log.
 
-    `kept` is the config.yaml that earlier commands wrote. If that file is missing or damaged, the
-    notes contain a warning.
+    The ranges are (first, last) steps. `kept` is the config.yaml that earlier commands wrote. If
+    this file is missing or damaged, the notes contain a warning.
     """
     asked = list(skip_ranges(config))
     try:
@@ -248,7 +252,10 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 
 
 def _open_dataset(config: Config) -> Dataset:
-    """Open the data of a run. If train.init_from is set, errors about the vocabulary mention it."""
+    """Open the data of a run. Raises `UsageError` like `open_dataset`.
+
+    If train.init_from is set, errors about the vocabulary mention the setting.
+    """
     try:
         return open_dataset(config.data, config.model)
     except UsageError as error:
@@ -265,7 +272,11 @@ def _open_dataset(config: Config) -> Dataset:
 def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
-    """If the data has no tokenizer, use the tokenizer copied from the initial weights."""
+    """Return the config and the dataset.
+
+    If the data has no tokenizer, both get the tokenizer file that was copied from the initial
+    weights, if there is one.
+    """
     file = (meta["tokenizer"] or {}).get("file")
     if dataset.tokenizer is not None or file is None or not (directory / file).exists():
         return config, dataset
@@ -317,10 +328,10 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
     """Return the run directory, created if necessary and locked until `at_end` is closed.
 
-    On file systems without locks, it is not locked. If config.out is None, the directory is a new
-    one, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another job, is not
-    writable, is in the checkpoints folder of a run, or contains a folder where a file belongs or
-    vice versa.
+    On file systems without locks, the directory is not locked. If config.out is None, this creates
+    a new directory, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another
+    job, is a file, is not writable, is in the checkpoints folder of a run, or contains a folder in
+    place of a file or vice versa.
     """
     # A run may delete anything in its checkpoints folder, so another run must not write there.
     given = Path(config.out or "").absolute()
@@ -366,7 +377,10 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
 
 
 def _new_directory(config: Config) -> Path:
-    """Create and return runs/<config>-<time>, with a suffix if the name is taken."""
+    """Create and return runs/<config>-<time>, with a suffix if the name is taken.
+
+    Raises `OSError` if the folder cannot be created.
+    """
     stem = f"{Path(config.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         directory = Path("runs") / (stem if number == 1 else f"{stem}-{number}")

@@ -29,7 +29,7 @@ from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
-    """Everything that the training loop uses in every step, unchanged by restarts."""
+    """The parts of a run that the training loop uses. They stay the same across restarts."""
 
     job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # `CompiledFunctions.train_step`
@@ -38,9 +38,9 @@ class Trainer(NamedTuple):
     sample: Callable[[int, Params], SampleRecord | None]
     stop: StopSignal
     profile: StepProfile
-    # Number of steps started, for `StopSignal`. Unlike the step number, it does not decrease on a
-    # rewind. It starts at 1, because JAX stops the job at 1 if a signal arrives before the first
-    # step.
+    # Number of steps started, for `StopSignal`. Unlike the step number, this does not decrease on a
+    # rewind. The first number is 1, because JAX stops the job at 1 if a signal arrives before the
+    # first step.
     ticks: Iterator[int]
 
 
@@ -52,18 +52,20 @@ def set_up(
     clock: Clock,
     checkpoints: Checkpoints,
 ) -> tuple[Run, Trainer, TrainState] | None:
-    """Return the run, its trainer and the state to start from, or None if the run is already done.
+    """Return the run, its trainer and the state to start from, or None if there is nothing to do.
 
     If the newest checkpoint is damaged, the returned run resumes from an older one. `facts` is the
     result of `initialize_jax`. All processes call this together.
 
     Raises:
-        UsageError: a setting is invalid or does not fit the devices or their memory, a checkpoint
-            does not fit on the disk, a file of the run cannot be read or written, or the initial
-            weights cannot be read.
-        DamagedCheckpoint: all checkpoints are damaged, or the newest one is damaged and
-            checkpoint.on_damage=refuse.
-        OSError: on process 0, if metrics.jsonl cannot be read.
+        UsageError: if a setting is invalid or does not fit the devices or their memory, if a
+            checkpoint does not fit on the disk, if a file of the run cannot be read or written, or
+            if the initial weights cannot be read.
+        DamagedCheckpoint: if all checkpoints or the initial weights are damaged, or if the newest
+            checkpoint is damaged and checkpoint.on_damage=refuse.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if a checkpoint that a rewind
+            abandons cannot be removed.
+        RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     clock.enter("setup")
     config = run.config
@@ -110,7 +112,7 @@ def set_up(
 
 
 def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return warnings about a layout that is slow or differs from the requested one."""
+    """Return the warnings of `steps`, and a warning if `tensor` crosses hosts."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 

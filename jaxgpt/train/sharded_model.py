@@ -49,12 +49,12 @@ class ShardedModel(NamedTuple):
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the layers."""
+        """Mesh axes larger than 1 that split the layers."""
         return mesh_axes_with("splits_layers", self.mesh)
 
     @property
     def param_specs(self) -> Any:
-        """Tree with the `PartitionSpec` that every parameter has between steps."""
+        """Tree with the `PartitionSpec` of every parameter between steps."""
         return jax.tree.map(lambda layout: layout.param, self.layouts)
 
     @property
@@ -67,7 +67,7 @@ class ShardedModel(NamedTuple):
         """Return the network with this device's parameter shards, for use inside `jax.shard_map`.
 
         Args:
-            grad_accumulators: zeros from `local_params`. Differentiate with respect to these to get
+            grad_accumulators: zeros from `local_params`. The gradients with respect to these are
                 the gradients of the parameters; see `parallel.zero.ShardedParam`.
             params: this device's shards, from `local_params`.
         """
@@ -201,7 +201,7 @@ def param_layout(
     if has_own_part and sharding.split_dim(param, tensor_axes) is None:
         partial_axes = (*partial_axes, *tensor_axes)
     layer_axes = mesh_axes_with("splits_layers", mesh)
-    if sharding.split_dim(param, layer_axes) is None:  # each stage uses part of it or nothing
+    if sharding.split_dim(param, layer_axes) is None:  # each stage computes part of the gradient
         partial_axes = (*partial_axes, *layer_axes)
     return ParamLayout(
         param=param,
@@ -218,10 +218,10 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return the number of equal slices of each CPU's part of a microbatch.
 
     Slices are processed one after another, like microbatches. This saves memory and is faster on
-    CPUs. The number divides the number of rows, and is chosen so that the activations of a slice
-    take about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is
-    more. It is 1 if the mesh splits anything but the batch, because every slice would have to
-    communicate. model.vocab_size must be set.
+    CPUs. The number divides the number of rows. The activations of a slice take about
+    `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more. If the
+    mesh splits anything but the batch, the result is 1, because every slice would have to
+    communicate. model.vocab_size must be set. Raises `UsageError` like `activation_bytes`.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

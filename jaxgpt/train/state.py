@@ -1,4 +1,4 @@
-"""The training state: its arrays, their sharding, and their form in a checkpoint."""
+"""The training state: its arrays, their sharding, and their format in a checkpoint."""
 
 import functools
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
 
 def checkpoint_tree(state: TrainState) -> dict[str, Any]:
-    """Return the arrays that a checkpoint stores, as nested dicts: `params` and `opt_state`.
+    """Return the arrays that a checkpoint stores, as nested dicts `params` and `opt_state`.
 
     `opt_state` is missing if the optimizer is stateless.
     """
@@ -113,8 +113,8 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
     """Return the JSON that a checkpoint stores about the state and the job that computed it.
 
-    The keys are `mesh`, `processes`, `jax` and `spike_state`. The spike detector's state is here
-    and not in the arrays, because spike.window may change when a run resumes.
+    The keys are `mesh`, `processes`, `jax` and `spike_state`. The state of the spike detector is
+    stored as JSON instead of arrays, because spike.window may change when a run resumes.
     """
     return {
         "mesh": describe(mesh),
@@ -130,7 +130,7 @@ def state_from_checkpoint(
     """Rebuild the state, with the structure of `shapes`, from a checkpoint's contents.
 
     `tree` and `meta` are the restored arrays and JSON, which include the results of
-    `checkpoint_tree` and `checkpoint_json`.
+    `checkpoint_tree` and `checkpoint_json`. Raises `KeyError` if an array is missing.
     """
     leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
@@ -141,8 +141,7 @@ def state_from_checkpoint(
 def restore_state(checkpoints: Checkpoints, step: int, shapes: TrainState) -> TrainState:
     """Return the state that was saved after `step`, with the shapes and shardings of `shapes`.
 
-    All processes call this together. Raises `DamagedCheckpoint` or `UsageError` like
-    `Checkpoints.restore`.
+    All processes call this together. Raises the same errors as `Checkpoints.restore`.
     """
     return state_from_checkpoint(*checkpoints.restore(step, checkpoint_tree(shapes)), shapes)
 

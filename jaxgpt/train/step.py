@@ -27,7 +27,7 @@ from jaxgpt.train.state import TrainState
 
 
 class StepValues(NamedTuple):
-    """Inputs of the metrics, which are computed inside the compiled step. All arrays are global."""
+    """Inputs of `Metric.compute`, which runs inside the compiled step. All arrays are global."""
 
     loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
@@ -61,8 +61,8 @@ STEP_METRICS = {
 class Metrics(NamedTuple):
     """Results of a step, apart from the new state."""
 
-    scalars: dict[str, jax.Array]  # the value of each metric in `STEP_METRICS`
-    row_losses: jax.Array  # weighted mean loss of each row in nats: float32 (B,)
+    scalars: dict[str, jax.Array]  # float32 scalars: the metrics in `STEP_METRICS`, by name
+    row_losses: jax.Array  # float32 (B,): weighted mean loss of each row in nats; 0 without targets
     row_weights: jax.Array | None  # float32 (B,): each row's total weight; None if there is no mask
     detection: Detection
     layers: dict[str, jax.Array] | None = None
@@ -133,8 +133,8 @@ def loss_and_gradients(
     Auxiliary losses are added to the loss before it is differentiated (see `mlp.AuxLosses`).
 
     Returns:
-        `LossParts.rows` and `LossParts.aux` of the global batch: float32 (B,) by name. Its `loss`
-        is the weighted sum over each row's targets, in nats, without auxiliary losses.
+        `LossParts.rows` and `LossParts.aux` of the global batch, by name: float32 (B,). The entry
+        `loss` is the weighted sum over each row's targets in nats, without auxiliary losses.
         The float32 gradients, sharded as specified by `ParamLayout.grad`.
     """
     everywhere = PartitionSpec()
@@ -161,7 +161,8 @@ def _local_loss_and_gradients(
     """Compute `loss_and_gradients` on one device.
 
     Args:
-        weight_sum: sum of the targets' weights over the global batch. Gradients are divided by it.
+        weight_sum: sum of the targets' weights over the global batch, a float32 scalar. Gradients
+            are divided by this sum.
     """
     config, in_host = model.config, model.config.parallel.offload == "state"
     params, grad_accumulators = local_params(params, model.layouts)
@@ -184,7 +185,7 @@ def _local_loss_and_gradients(
             jax.random.fold_in(jax.random.key(config.train.seed), step),
         ),
     )
-    if not in_host:  # otherwise, the backward pass has already divided and reduced them
+    if not in_host:  # otherwise, the backward pass has already divided and reduced the gradients
         gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
     rows = parts.rows | parts.aux

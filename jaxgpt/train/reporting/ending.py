@@ -12,13 +12,15 @@ WIDTH = 30  # maximum number of bars in a sparkline, so that the line fits 80 co
 
 
 def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
-    """Return a summary: sparklines of the loss and throughput, and the paths of the log and curves.
+    """Return a summary with sparklines, the paths of the log and curves, and a report command.
 
-    `views` is the result of `Trackers.views`. Raises `OSError` if metrics.jsonl cannot be read.
+    The sparklines show the loss and the throughput. A sparkline is omitted if there are fewer than
+    two values. `views` is the result of `Trackers.views`. Raises `OSError` if metrics.jsonl cannot
+    be read.
     """
     rows = [("log", str(directory / "train.log"))]
     rows += [("curves", view) for view in views]
-    text = "" if importlib.util.find_spec("bokeh") else " --text"  # a page needs Bokeh
+    text = "" if importlib.util.find_spec("bokeh") else " --text"  # pages need Bokeh
     rows.append(("report", f"python -m jaxgpt.report {shlex.quote(str(directory))}{text}"))
     records = [r for r in read_records(directory / METRICS, "train") if not r["skipped"]]
     for name, key, text in (
@@ -34,7 +36,11 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return at most `WIDTH` bars; each shows the mean of several consecutive `values`."""
+    """Return a row of at most `WIDTH` bars.
+
+    If there are more values, each bar shows the mean of several consecutive values. `values` must
+    not be empty.
+    """
     n = min(WIDTH, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]
     parts = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]

@@ -9,7 +9,7 @@ from jaxgpt.train.reporting.stragglers import straggler_line
 
 
 class Event(NamedTuple):
-    """An event at a step, or over steps up to `last`. Spikes and rewinds have a `record`."""
+    """An event at a step, or at all steps up to `last`. Only spikes and rewinds have a `record`."""
 
     kind: str
     step: int
@@ -19,7 +19,10 @@ class Event(NamedTuple):
 
 
 def events(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[Event]:
-    """Return the events of a run, sorted by step. `records` maps each kind to its records."""
+    """Return the events of a run, sorted by step.
+
+    `records` maps each kind of record to a list, which may be empty.
+    """
     out = []
     for r in records["spike"]:
         text = f"{r['cause']}, action {r['action']}, rows {rows_text(r['rows'])}"

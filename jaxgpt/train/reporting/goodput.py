@@ -16,7 +16,7 @@ from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
-WRITE_SECONDS = 5.0  # minimum interval, or 1/1000 of the elapsed time if that is longer
+WRITE_SECONDS = 5.0  # minimum time between records; 1/1000 of the elapsed time if that is longer
 TIMES = ACTIVITIES | {
     "lost": "steps that a rewind discarded or that were trained again",
     "down": "time between a killed job's last record and the start of the next job",
@@ -45,7 +45,7 @@ class Goodput:
             self.write()
 
     def write(self, is_last: bool = False) -> None:
-        """Write a record. `is_last`: whether the run finished, or stopped after a checkpoint."""
+        """Write a record. `is_last` is True if the run finished, or stopped with a checkpoint."""
         before, now = self._logged, self._clock.seconds()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
         self._log(
@@ -65,7 +65,7 @@ class Goodput:
 def read_goodput(directory: Path) -> list[GoodputRecord]:
     """Return all goodput records of a run, oldest first.
 
-    Raises `OSError` if its metrics.jsonl cannot be read.
+    Raises `OSError` if metrics.jsonl cannot be read.
     """
     return goodput_records(read_records(directory / METRICS, GoodputRecord.kind))
 
@@ -89,7 +89,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     for before, after in zip(records, records[1:], strict=False):
         if not before.is_last:
             total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # steps up to this one are not repeated later
+    kept = float("inf")  # later records repeat the steps after this one
     for record in reversed(records):
         first = max(record.after, kept)
         if record.step > first:
@@ -114,7 +114,7 @@ def goodput_line(records: Sequence[GoodputRecord]) -> str:
 
 
 def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
-    """Return a table of the seconds and share of each activity, at most `width` columns wide."""
+    """Return a table with the seconds and share of each activity, at most `width` columns wide."""
     total = account(records)
     whole = max(sum(total.values()), 1e-9)
     rows = [

@@ -104,7 +104,7 @@ def summary_lines(
 
 
 def _untraced_lines(run: Run) -> list[str]:
-    """Return a line if profile_steps is set, but all its steps are past or skipped."""
+    """Return a line if all steps in profile_steps are past or skipped."""
     skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
     if not traced or any(step not in skips for step in left):

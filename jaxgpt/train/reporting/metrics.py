@@ -15,7 +15,7 @@ from jaxgpt.train.step import Metrics
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one step, as NumPy arrays on the host."""
+    """Metrics of one step. `MetricsBuffer.read` returns them as NumPy arrays."""
 
     step: int
     metrics: Metrics
@@ -32,9 +32,9 @@ class MetricsBuffer:
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
         """Add the metrics of a step (None if it was skipped); return the metrics to report now.
 
-        All buffered metrics are returned every train.log_interval steps, after the first step, and
-        if `everything` is set. Otherwise, the result is empty unless the previous step calls for a
-        rewind, in which case it has the metrics up to that step.
+        All buffered metrics are returned every train.log_interval steps, after the first trained
+        step, and if `everything` is set. Otherwise, if the previous step calls for a rewind, the
+        metrics up to the previous step are returned. In all other cases, the result is empty.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
@@ -55,8 +55,8 @@ class MetricsBuffer:
         """Return the first step whose loss calls for a rewind, or None.
 
         A spike in the gradient norm alone does not call for a rewind, because gradients are
-        clipped. Neither does a non-finite step, because its update was not applied. Always None
-        unless spike.action=rewind.
+        clipped. A non-finite step does not either, because its update was not applied. The result
+        is always None unless spike.action=rewind.
         """
         if self._config.spike.action != "rewind":
             return None
@@ -66,7 +66,7 @@ class MetricsBuffer:
         """Return the reason why the run has to stop, or an empty string if it can continue.
 
         A run has to stop after spike.max_consecutive_nonfinite consecutive non-finite steps, or if
-        the last step's loss is not finite.
+        the loss of step train.max_iters is not finite.
         """
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
@@ -79,7 +79,7 @@ class MetricsBuffer:
         )
 
     def _failure_of_last(self, readings: list[StepMetrics]) -> str:
-        """Return an error message if the loss of the last step is not finite; otherwise empty."""
+        """Return an error message if the loss of the last step is not finite, otherwise ""."""
         last = self._config.train.max_iters
         if all(r.step != last or np.isfinite(r.metrics.loss) for r in readings):
             return ""
@@ -92,7 +92,7 @@ class MetricsBuffer:
 def corpus_means(
     names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 ) -> dict[str, float | None]:
-    """Return the weighted mean loss of each corpus by name; None for a corpus without targets.
+    """Return the weighted mean loss of each corpus, by name; None for a corpus without targets.
 
     Args:
         batches: for each batch, arrays of shape (B,) with the corpus index, mean loss and total

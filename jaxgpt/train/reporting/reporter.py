@@ -54,14 +54,14 @@ class Reporter:
     """Writes the log, the records and the files that describe a run.
 
     Every process has a reporter. Process 0 prints and writes all files. If train.log_all_ranks is
-    set, each of the other processes writes a log.
+    set, each of the other processes writes its own log.
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
-        """Open train.log for a run that starts after `run.resume_step`.
+        """Prepare the log of a run that starts after `run.resume_step`.
 
-        The trackers are opened by the first call of `restart`. Raises `UsageError` if
-        train.log_columns contains an unknown name.
+        The first call of `restart` opens the trackers. Raises `UsageError` if train.log_columns
+        contains an unknown name.
         """
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
@@ -80,11 +80,11 @@ class Reporter:
         self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Log the header, and write cluster.json and, for a new run, config.yaml.
+        """Log the header. Process 0 also writes cluster.json and, if it is missing, config.yaml.
 
-        If the log is new, the legend of the training lines follows. If there is no terminal, the
-        legend goes only to the log file. `facts` is the result of `initialize_jax`. Raises
-        `UsageError` on process 0 if a file cannot be written.
+        If the log is new, the legend of the training lines follows the header. Without a terminal,
+        the legend is not printed unless train.verbose is set. `facts` is the result of
+        `initialize_jax`. Raises `UsageError` on process 0 if a file cannot be written.
         """
         if not self._enabled:
             return
@@ -122,7 +122,7 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """If the run resumed, log the checkpoint's step and mesh, and the current mesh."""
+        """Log the step and the mesh of the checkpoint, and the current mesh, if the run resumed."""
         then, now = self._run.resume_meta, describe(self._steps.mesh)
         if self._run.resume_step is not None:
             self.info(
@@ -246,7 +246,7 @@ class Reporter:
         )
 
     def _seconds_left(self, step: int) -> float | None:
-        """Return the seconds left at the average speed since the first step, or None before it."""
+        """Return the seconds left at the average speed so far; None if no step has been timed."""
         began, first = self._began
         if step <= first:
             return None
@@ -304,9 +304,9 @@ class Reporter:
     def restart(self, run: Run, records: Sequence[Record]) -> None:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
-        The first call opens the trackers instead of rewinding them. `records` give the reason for
-        the restart. On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be
-        written, and `OSError` if metrics.jsonl cannot be read.
+        The first call opens the trackers instead of rewinding them. `records` has the records that
+        explain the restart. On process 0, raises `UsageError` if config.yaml or metrics.jsonl
+        cannot be written, and `OSError` if metrics.jsonl cannot be read.
         """
         self._run, self._config, self._evaluated = run, run.config, None
         if self._has_started:
@@ -324,7 +324,7 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the run's newest rewind, which must exist.
+        """Log the newest rewind of the run. The run must have a rewind.
 
         Raises `UsageError` on process 0 if rewinds.json cannot be read.
         """
@@ -334,7 +334,8 @@ class Reporter:
     def log(self, record: Record | None) -> None:
         """Send a record to every tracker, and log its line. Do nothing if `record` is None.
 
-        Must not be called before `restart`.
+        `record` is a `TrainRecord`, or its kind is in `_LINES`. Call `restart` first, because it
+        opens the trackers.
         """
         if record is None or not self._enabled:
             return
@@ -366,7 +367,7 @@ class Reporter:
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
         """Log how the run ended, and close every log.
 
-        If there was an evaluation after `step`, its losses are appended to `last_line`.
+        If the last evaluation was after `step`, its losses are appended to `last_line`.
         `has_failed` is True unless the run has finished or has stopped with a checkpoint.
         """
         self._console.end_progress()
@@ -407,7 +408,7 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the values for log lines, keyed by name; those in train.log_columns have rank -1.
+    """Return the figures for log lines by name. Figures in train.log_columns have rank -1.
 
     Raises `UsageError` if train.log_columns contains an unknown name.
     """

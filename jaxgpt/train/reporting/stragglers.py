@@ -1,9 +1,9 @@
 """Detection of stragglers on process 0. A straggler is a process that slows down all others.
 
 All processes have the same step time, because the others wait for the straggler in collectives.
-Processes are therefore compared by their own time, which excludes waiting for devices. It includes
-host work, waiting for data, and any time during which the process is suspended or descheduled. A
-slow device is not detected.
+Processes are therefore compared by their own time, which excludes waiting for devices. A process's
+own time includes host work, waiting for data, and any time during which the process is suspended or
+descheduled. A slow device is not detected.
 """
 
 import json
@@ -27,15 +27,16 @@ class Stragglers:
     def __init__(self, host_names: Sequence[str]):
         self._hosts = host_names
         self._messages: dict[int, str] = {}  # rank -> message, at the end of the last interval
-        self._times: list[HostTimes] = []  # these messages, decoded
+        self._times: list[HostTimes] = []  # the same messages, decoded
         self._slow = [0] * len(host_names)  # consecutive slow intervals of each process
         self.own: list[float] = []  # each process's own seconds per step in the last interval
 
     def compare(self, step: int, messages: dict[int, str]) -> list[StragglerRecord]:
         """Return a record for each process that has just become a straggler.
 
-        Each process is reported once. `messages` maps each rank to its `HostTimes` as JSON, in
-        seconds. An interval ends when every process has sent new times.
+        Each process is reported once. `messages` maps ranks to their `HostTimes` as JSON, in
+        seconds. An interval ends when every process has sent new times; until then, the result is
+        empty.
         """
         ranks = range(len(self._hosts))
         if any(messages.get(rank) in (None, self._messages.get(rank)) for rank in ranks):
