@@ -71,9 +71,10 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
         config: name of a preset, or path of a YAML file, such as the config.yaml of a run.
         settings: arguments of the command, such as "train.max_iters=100" or "--mesh", "2,1,4".
 
-    Raises `UsageError` if the file or the weights cannot be read, or if a setting is unknown or
-    malformed, has no effect, or contradicts another one. train.batch_size_per_device needs a mesh
-    without -1.
+    Raises:
+        UsageError: if the file or the initial weights cannot be read, if a setting is unknown or
+            malformed, has no effect, or contradicts another setting, or if
+            train.batch_size_per_device is used with a mesh that contains -1.
     """
     if not all(isinstance(word, str) for word in settings):
         raise UsageError(
@@ -98,10 +99,11 @@ class StepBatch(NamedTuple):
 
 
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
-    """Yield the global batches of steps, which are counted from 1 and may be in any order.
+    """Yield the global batches of steps. Steps are counted from 1, and may be in any order.
 
-    JAX is not imported. The default data is prepared if it is missing. Raises `UsageError` if a
-    setting or a step is invalid, or if the data cannot be prepared or read.
+    JAX is not imported. The default dataset is prepared if it is missing. Raises `UsageError`
+    during the iteration if a setting or a step is invalid, or if the data cannot be prepared or
+    read.
     """
     if not isinstance(steps, Iterable):
         raise UsageError(f"steps={steps}: must be a list of steps, such as [1, 2] or range(1, 3)")
@@ -129,14 +131,18 @@ def load_model(
     Args:
         run: a run directory, or the folder of a Hugging Face model, with or without the prefix
             `hf:`.
-        step: the step of the checkpoint to load, by default the newest.
-        mesh: the mesh to run the model on.
-        dtype: compute dtype, float32 or bfloat16; by default the run's.
+        step: the step of the checkpoint to load; by default, the newest checkpoint.
+        mesh: the mesh to run the model on, in the format of `--mesh`.
+        dtype: compute dtype, float32 or bfloat16; by default, the dtype of the run.
         batch_size: number of rows to compute at once.
         cluster: the processes of the job; None means only this process.
 
-    Raises `UsageError` if there is no such checkpoint, if it is damaged, if `dtype` is not
-    supported, or if the mesh does not fit the devices or the model.
+    Raises:
+        UsageError: if there is no such run, model or checkpoint, if a checkpoint is damaged or
+            cannot be read, if a model cannot be converted, if `dtype` is not supported, if the mesh
+            does not fit the devices or the model, or if `cluster` is None in a job with several
+            processes.
+        RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
@@ -164,8 +170,10 @@ class Trainer:
             cluster: the processes of the job, from `join_process_group`; None means only this
                 process.
 
-        Raises `UsageError` if a setting is invalid, if the data cannot be read, or if the
-        configuration does not fit the data, the devices or their memory.
+        Raises:
+            UsageError: if a setting is invalid, if the data cannot be read, if the configuration
+                does not fit the data, the devices or their memory, or if `cluster` is None in a job
+                with several processes. Also raises whatever `initialize_jax` raises.
         """
         config = checked(config, CHOICES)
         self.cluster = cluster = cluster or join_alone("jaxgpt.Trainer", WITH_CLUSTER)
@@ -206,14 +214,18 @@ class Trainer:
     def state(self) -> "TrainState":
         """The state after `step`. The next step donates its arrays, so copy any that you keep.
 
-        Raises `UsageError` if the initial weights cannot be read or do not match the configuration.
+        Raises `UsageError` if the initial weights cannot be read or do not match the configuration,
+        and `RuntimeError` if JAX fails.
         """
         if self._state is None:
             self._state = self._first_state()
         return self._state
 
     def _first_state(self) -> "TrainState":
-        """Return the state before the first step, from train.seed or train.init_from."""
+        """Return the state before the first step, from train.seed or train.init_from.
+
+        Raises the same errors as `state`.
+        """
         from jaxgpt.train.restart import initial_state, load_weights
 
         if self.config.train.init_from is None:
@@ -226,11 +238,12 @@ class Trainer:
             return load_weights(folder, step, self.steps, self.cluster)
 
     def train(self, n_steps: int = 1) -> list[dict[str, float | None]]:
-        """Train the next steps; return the step number and the metrics of each.
+        """Train the next `n_steps` steps. Return a dict with the `step` and the metrics of each.
 
         The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
-        skipped step, they are None, except for `lr`. Training may continue after train.max_iters.
-        Raises `UsageError` if `n_steps` is not a positive integer, or if the data cannot be read.
+        skipped step, `loss` and `grad_norm` are None. Training may continue after train.max_iters.
+        Raises `UsageError` if `n_steps` is not a positive integer, or if the data or the initial
+        weights cannot be read. Raises `RuntimeError` if JAX fails.
         """
         if not is_count(n_steps):
             raise UsageError(f"n_steps={n_steps}: must be a whole number, at least 1")
@@ -268,7 +281,11 @@ class Trainer:
         return compiled
 
     def evaluate(self) -> EvalRecord:
-        """Return the mean losses over train.eval_iters batches of each split, in nats per token."""
+        """Return the mean losses over train.eval_iters batches of each split, in nats per token.
+
+        Raises `UsageError` if the data or the initial weights cannot be read, and `RuntimeError` if
+        JAX fails.
+        """
         return self._evaluator(self.step, self.state.params)
 
     @functools.cached_property
@@ -280,7 +297,11 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """The model with the parameters after `step`, for `generate` and `logits`."""
+        """The model with the parameters after `step`, for `generate` and `logits`.
+
+        The next step donates the parameters, so get the model again after training. Raises the same
+        errors as `state`.
+        """
         model = self._model
         model.params = self.state.params
         model.trained = dataclasses.replace(model.trained, step=self.step)
@@ -299,8 +320,12 @@ class Trainer:
         All commands can read the directory, and `python -m jaxgpt.train --out RUN` continues the
         run. Older checkpoints are removed according to checkpoint.keep.
 
-        Raises `UsageError` if the directory holds another run, or a checkpoint of this step or a
-        later one, or if it cannot be written.
+        Raises:
+            UsageError: if the directory contains another run, contains a checkpoint of this step or
+                a later step, is in use by another job, or cannot be written, or if the initial
+                weights cannot be read.
+            OSError: on process 0, if the tokenizer's file cannot be written.
+            RuntimeError: if JAX fails.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import checkpoint_json, checkpoint_tree
@@ -348,10 +373,13 @@ class Trainer:
 
         Args:
             run: the run directory.
-            step: the step of the checkpoint, by default the newest.
+            step: the step of the checkpoint; by default, the newest checkpoint.
 
-        Raises `UsageError` if there is no such checkpoint, if it is damaged, or if the model, the
-        optimizer or the data differ from those of the run.
+        Raises:
+            UsageError: if there is no such checkpoint, if the checkpoint or rewinds.json is damaged
+                or cannot be read, if the run has another model, another optimizer or different
+                data, or if checkpoint.resume is False.
+            RuntimeError: if JAX fails.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import restore_state

@@ -2,9 +2,9 @@
 
 For each S, this restores the newest checkpoint before step S, trains up to S again, and compares
 the loss and the gradient norm of each logged step with metrics.jsonl. With the same mesh,
-processes, devices and JAX version as in the run, they must be bitwise equal; otherwise, they may
-differ by rounding errors. The output has one line for each S, with the first difference, if any. If
-anything differs, the exit status is 1. Nothing is written to the run directory.
+processes, devices and JAX version as in the run, the values must be bitwise equal. Otherwise, they
+may differ by rounding errors. The output has one line for each S. If any values differ, the line
+shows the first difference, and the exit status is 1. Nothing is written to the run directory.
 """
 
 import argparse
@@ -41,7 +41,7 @@ COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # metric -> relative tolerance for
 
 
 class Conditions(NamedTuple):
-    """The mesh, processes, devices and JAX version that steps ran on, as in `StartRecord`."""
+    """The mesh, processes, devices and JAX version of some steps, as in `StartRecord`."""
 
     mesh: str
     processes: int
@@ -53,12 +53,12 @@ class Conditions(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps to repeat."""
+    """A sequence of consecutive steps to repeat."""
 
     checkpoint: int  # step of the checkpoint to start from; 0 is the initial state
     last: int  # the last step to repeat
     conditions: list[list[Any]]  # the distinct `Conditions` of the steps, in order, as lists
-    parts: list[list[Any]]  # (last step, configuration) for each batch size, in order
+    parts: list[list[Any]]  # [last step, configuration as a dict] for each batch size, in order
 
 
 class Difference(NamedTuple):
@@ -82,7 +82,7 @@ def parser() -> CommandParser:
     out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
     out.add_argument(
         "--step", type=whole_number(), nargs="+", required=True, metavar="S",
-        help="steps to repeat, starting from the newest checkpoint before each",
+        help="steps to repeat, each from the newest checkpoint before it",
     )  # fmt: skip
     out.add_argument("--mesh", help="default: the mesh of the run at the first step to repeat")
     return out
@@ -100,11 +100,16 @@ def main(argv: list[str] | None = None) -> None:
 def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGroup) -> bool:
     """Repeat the steps and print the results; return whether anything differs.
 
-    Process 0 prints a line for each step. `steps` must not be empty. `mesh` is in the format of
-    `--mesh`. If it is None, the run's mesh at the first repeated step is used. All processes call
-    this together. It starts JAX. Raises `UsageError` if the mesh is invalid, if a checkpoint is
-    damaged, if the data has changed or cannot be read, or if a step cannot be repeated. Also raises
-    whatever `find_stretches` and `initialize_jax` raise.
+    Process 0 prints a line for each step. `steps` must not be empty. `mesh` has the format of
+    `--mesh`. If `mesh` is None, the run's mesh at the first repeated step is used. All processes
+    call this together. This starts JAX.
+
+    Raises:
+        UsageError: if the mesh is invalid or does not fit the devices, if the data has changed or
+            cannot be read, or if a step cannot be repeated.
+        DamagedCheckpoint: if a checkpoint is damaged.
+        OSError: on process 0, if metrics.jsonl cannot be read.
+        RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
@@ -132,16 +137,16 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
 
 
 def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
-    """Return the inputs of `replay` from a run directory, as a dict that can be saved as JSON.
+    """Return the information about a run that `replay` needs, as a dict of JSON values.
 
     - `stretches`: a `Stretch` for each step, sorted by step.
     - `records`: the metrics in `COMPARED` of each logged step, keyed by the step as a string.
-    - `batch_sizes`: `BatchSizes.changes` of the run.
-    - `fingerprints`: the fingerprints of the data.
+    - `batch_sizes`: the `BatchSizes.changes` of the run.
+    - `fingerprints`: the `Dataset.fingerprints` of the run.
 
-    Raises `UsageError` if `run` is not a run directory with checkpoints, if a checkpoint is
-    temporarily unreadable or belongs to another step, or if a step was not logged or cannot be
-    repeated. Raises `OSError` if metrics.jsonl cannot be read.
+    Damaged checkpoints are ignored. Raises `UsageError` if `run` is not a run directory with
+    checkpoints, if a checkpoint is temporarily unreadable or belongs to another step, or if a step
+    was not logged or cannot be repeated. Raises `OSError` if metrics.jsonl cannot be read.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -188,14 +193,14 @@ def _parts(
 ) -> list[list[Any]]:
     """Split the steps from `before` + 1 to `last` into parts with the same batch size.
 
-    Return the last step and the configuration of each part.
+    Return [last step, configuration as a dict] for each part.
     """
 
     def config_of(step: int) -> dict[str, Any]:
         """Return the configuration of the nearest checkpoint with this step's batch size.
 
-        Checkpoints at or after the step are preferred. If no checkpoint has that batch
-        size, change the batch size in the configuration of the nearest one.
+        Checkpoints at or after the step are preferred. If no checkpoint has this batch size, return
+        the configuration of the nearest checkpoint with a different batch size.
         """
         near = sorted(saved, key=lambda s: (s < step, abs(s - step)))
         configs, size = [saved[s]["config"] for s in near], sizes.at(step)
@@ -207,14 +212,14 @@ def _parts(
             train["gradient_accumulation_steps"] = 1
         return {**configs[0], "train": train}
 
-    # All parts use the same parallelism. The last configuration has the skip ranges for all steps.
+    # All parts use the same parallelism. The last configuration has the skip ranges of all steps.
     shared = {key: config_of(last)[key] for key in ("parallel", "train_range_to_skip")}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
     return [[end, config_of(end) | shared] for end in ends]
 
 
 def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
-    """Return the distinct `Conditions` of the steps from `before` + 1 to `last`, in order.
+    """Return the distinct `Conditions` of the steps from `before` + 1 to `last` as lists, in order.
 
     `starts` are the run's `start` records, oldest first. Raises `UsageError` if they do not cover
     these steps.
@@ -245,8 +250,8 @@ class Repeater:
         """Open the data and compile the train step; all processes call this together.
 
         JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
-        `fingerprints`, or if the mesh or the attention kernel does not fit the devices or the
-        configuration.
+        `fingerprints`, if the mesh does not fit the devices or the configuration, or if the
+        attention kernel or the matmul dtype cannot be used on these devices.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -274,8 +279,9 @@ class Repeater:
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
         """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        The metrics of a skipped step are None. `state` is donated, so do not use it afterwards. All
-        processes call this together. Raises `UsageError` if the data cannot be read.
+        The metrics of a skipped step are None. The caller must not use `state` afterwards, because
+        its arrays are donated. All processes call this together. Raises `UsageError` if the data
+        cannot be read.
         """
         import jax
 
@@ -309,9 +315,9 @@ def compare(
 ) -> list[Difference]:
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
-    `records` has the format of `find_stretches`. Steps without a record are not compared. If
-    `exact`, the metrics must be bitwise equal. Otherwise, they may differ by the tolerances in
-    `COMPARED`. Non-finite metrics are treated as None.
+    `records` has the format of `records` in `find_stretches`. Steps without a record are not
+    compared. If `exact` is True, the metrics must be bitwise equal. Otherwise, they may differ by
+    the tolerances in `COMPARED`. Non-finite metrics are treated as None.
     """
     out = []
     for step, scalars in found.items():
@@ -325,9 +331,9 @@ def compare(
 
 
 def agree(was: float | None, found: float | None, tolerance: float) -> bool:
-    """Return whether two numbers differ by at most `tolerance` times `was`.
+    """Return whether `found` differs from `was` by at most `tolerance` times `abs(was)`.
 
-    None matches only None.
+    None agrees only with None.
     """
     if was is None or found is None:
         return was is found

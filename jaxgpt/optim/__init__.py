@@ -1,4 +1,4 @@
-"""Table of optimizers. `optimizer.name` and its keys are checked against it before JAX starts."""
+"""Table of optimizers, which is used to check `optimizer.name` and its keys before JAX starts."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxgpt.optim.parameters import Parameters
 
 # Maps each optimizer to the `optimizer` keys that it uses, except weight_decay, grad_clip and the
-# learning-rate keys, which all of them use. The optimizer NAME is the function NAME in NAME.py.
+# learning-rate keys, which all optimizers use. The optimizer NAME is the function NAME in NAME.py.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": ("beta1", "beta2"),
     "lion": ("beta1", "beta2"),
@@ -25,14 +25,14 @@ CHOICES = {"optimizer.name": OPTIMIZERS}  # for `parse_args`
 def make_optimizer(
     config: OptimizerConfig, parameters: "Parameters"
 ) -> "optax.GradientTransformation":
-    """Return the optimizer that `optimizer.name` selects. It does not apply the learning rate.
+    """Return the optimizer that `optimizer.name` selects, without the learning rate.
 
     Its `update(gradients, state, params)` returns a direction and the new state. The training step
     multiplies the direction by the learning rate and subtracts it from the parameters. The learning
     rate is not part of the optimizer, because it depends on the step number, not on the number of
     updates.
 
-    Raises `UsageError` if there is no optimizer of that name.
+    Raises `UsageError` if optimizer.name is unknown.
     """
     if config.name not in OPTIMIZERS:
         raise UsageError(f"optimizer.name={config.name}: must be one of {', '.join(OPTIMIZERS)}")

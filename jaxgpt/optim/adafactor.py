@@ -16,14 +16,14 @@ from jaxgpt.parallel.sharding import Params
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
 CLIPPING_THRESHOLD = 1.0  # maximum RMS of a matrix's update
-MIN_SCALE = 1e-3  # lower bound on a matrix's RMS, which scales its update
+MIN_SCALE = 1e-3  # lower bound on the RMS of a matrix, by which its update is scaled
 MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
 class AdafactorState(NamedTuple):
     """Moving averages of squared gradients. Averaged dimensions have size 1."""
 
-    count: jax.Array  # number of updates
+    count: jax.Array  # number of updates, an int32 scalar
     rows: Params  # means over the outputs, for factored matrices
     columns: Params  # means over the inputs, for factored matrices
     squares: Params  # unfactored averages, for all other parameters
@@ -32,11 +32,12 @@ class AdafactorState(NamedTuple):
 def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return Adafactor; the caller applies the learning rate.
 
-    The learning rate is relative to the RMS of each matrix or vector, or to 1e-3 if the RMS is
-    lower; the paper uses 1e-2. Each matrix in a stack is factored, clipped and scaled separately;
-    `qkv` holds three matrices per layer. Embeddings are also factored. Vectors, and matrices with
-    fewer than 128 rows or columns, are not factored. Without weight decay or vocabulary padding,
-    optax.adafactor gives the same result for 2D arrays, but it treats a stack as a single array.
+    The learning rate is multiplied by the RMS of each matrix or vector, which counts as at least
+    1e-3. The paper uses a learning rate of 1e-2. Each matrix in a stack is factored, clipped and
+    scaled separately; `qkv` holds three matrices per layer. Embeddings are also factored. Vectors,
+    and matrices with fewer than 128 rows or columns, are not factored. Without weight decay or
+    vocabulary padding, optax.adafactor gives the same result for 2D arrays, but it treats a stack
+    as a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights
@@ -107,9 +108,12 @@ def _divide_factored(
 
 
 def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
-    """Clip the RMS of each matrix's direction, then scale it by the RMS of the parameters."""
+    """Clip the RMS of each matrix's direction, then multiply by the RMS of the parameters.
+
+    Vectors are handled like matrices. The RMS of the parameters counts as at least `MIN_SCALE`.
+    """
     _, inputs, outputs = weight.matrix_dims
-    real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # excludes padding from means
+    real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # to exclude padding from means
 
     def rms(x: jax.Array) -> jax.Array:
         return jnp.sqrt(real * jnp.square(x).mean(inputs + outputs, keepdims=True))

@@ -7,10 +7,11 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def lion(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return Lion: the sign of a moving average, plus weight decay; the caller applies the rate.
+    """Return Lion with decoupled weight decay; the caller applies the learning rate.
 
-    The paper (section 5) recommends a third to a tenth of AdamW's learning rate and 3 to 10 times
-    its weight decay. Its defaults are beta1=0.9 and beta2=0.99.
+    The direction is the sign of a moving average. The paper (section 5) recommends a third to a
+    tenth of AdamW's learning rate and 3 to 10 times AdamW's weight decay. The paper's defaults are
+    beta1=0.9 and beta2=0.99.
     """
     return optax.chain(
         optax.scale_by_lion(config.beta1, config.beta2),

@@ -14,7 +14,8 @@ from jaxgpt.optim.newton_schulz import newton_schulz_flops, orthogonalize
 from jaxgpt.optim.parameters import Parameters, merge, select
 from jaxgpt.parallel.sharding import Params
 
-# RMS of the elements of an update, about the same as AdamW's (arXiv 2502.16982, section 2.2).
+# RMS of the elements of an update, which is about the same for AdamW (arXiv 2502.16982, section
+# 2.2).
 UPDATE_RMS = 0.2
 
 
@@ -31,8 +32,8 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
     The Nesterov momentum of each hidden matrix is orthogonalised and scaled as in Moonlight (arXiv
     2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
     be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
-    AdamW updates embeddings, the output layer, norms and biases. Its learning rate follows the same
-    schedule, with its peak at `optimizer.adamw_learning_rate` (by default, Muon's peak).
+    AdamW updates embeddings, the output layer, norms and biases. AdamW's learning rate follows the
+    same schedule, and its peak is `optimizer.adamw_learning_rate` (by default, Muon's peak).
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))
@@ -68,7 +69,7 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
 
 
 def is_hidden_matrix(weight: Weight) -> bool:
-    """Return whether a weight is a matrix in a layer, and therefore updated by Muon."""
+    """Return whether Muon updates a weight, because it is a matrix in a layer."""
     return weight.role == "matrix" and weight.n_layers > 0
 
 

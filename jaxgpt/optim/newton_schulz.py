@@ -22,18 +22,18 @@ EPSILON = 1e-7
 
 
 class StackSpec(NamedTuple):
-    """Size and sharding of the matrices in a stack. There are never more rows than columns."""
+    """Size and sharding of the matrices in a stack. No matrix has more rows than columns."""
 
     sizes: tuple[int, int]  # number of rows and number of columns of a full matrix
     axes: tuple[tuple[str, ...], tuple[str, ...]]  # mesh axes that shard rows and columns
-    stack_axes: tuple[str, ...]  # mesh axes that the stack is sharded over
+    stack_axes: tuple[str, ...]  # mesh axes that shard the stack
 
 
 class View(NamedTuple):
     """A weight as a stack of matrices."""
 
     stack_spec: StackSpec
-    order: tuple[int, ...]  # indices of the dimensions for stack, rows and columns
+    order: tuple[int, ...]  # the weight's dimensions in the order: stack, rows, columns
     n_stacked: int  # number of stacked dimensions
     n_first: int  # number of dimensions that form the rows
     n_matrices: int  # number of matrices in the full weight
@@ -45,7 +45,7 @@ class View(NamedTuple):
         return x.reshape(*(math.prod(s) for s in (x.shape[:n], x.shape[n:m], x.shape[m:])))
 
     def unstack(self, stacked: jax.Array, like: jax.Array) -> jax.Array:
-        """Undo `stack`: return the stacked matrices in the shape of `like`."""
+        """Undo `stack`: return the stacked matrices as an array with the shape of `like`."""
         x = stacked.reshape([like.shape[i] for i in self.order])
         return x.transpose([self.order.index(i) for i in range(like.ndim)])
 
@@ -53,13 +53,13 @@ class View(NamedTuple):
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     """Return `updates` with the singular values of each matrix moved close to 1.
 
-    `parameters` describes the weights that `updates` applies to. Matrices with the same `StackSpec`
-    are stacked across weights and layers, and each device of the mesh computes an equal share of
-    the stack. If the matrices are sharded, one all-to-all gives each device the full matrices of
-    its share, and another returns the results to their shards. If they are replicated, an
-    all-gather copies the results to all replicas. The stack is padded to a multiple of the number
-    of devices. The accelerators of a mesh compute in bfloat16, like Keller Jordan's code. CPUs, and
-    a single device without a mesh, compute in float32. The results have the dtype of `updates`.
+    `parameters` describes the weights to update. Matrices with the same `StackSpec` are stacked
+    across weights and layers, and each device of the mesh computes an equal share of the stack. If
+    the matrices are sharded, one all-to-all gives each device the full matrices of its share, and
+    another returns the results to their shards. If the matrices are replicated, an all-gather
+    copies the results to all replicas. The stack is padded to a multiple of the number of devices.
+    Accelerators in a mesh compute in bfloat16, like Keller Jordan's code. CPUs, and devices without
+    a mesh, compute in float32. The results have the dtype of `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -81,8 +81,8 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
 def view(weight: Weight, spec: PartitionSpec) -> View:
     """Return the view of a weight, given its sharding `spec`.
 
-    The view may transpose a matrix and permute its rows and columns. The orthogonal factor is then
-    transposed and permuted in the same way, and `View.unstack` undoes both.
+    The view may transpose a matrix and permute its rows and columns. The orthogonalised matrix is
+    then transposed and permuted in the same way, and `View.unstack` undoes both.
     """
     spec = (*spec, *[None] * (len(weight.shape) - len(spec)))
 
@@ -100,8 +100,8 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
     """Return matrices (N, R, C) with their singular values moved close to 1; R must not exceed C.
 
-    Singular values above 0.2% of the Frobenius norm end up between 0.68 and 1.21, up to rounding.
-    The result has the dtype of `x_NRC`.
+    Singular values above 0.2% of the Frobenius norm end up between 0.68 and 1.21, up to rounding. A
+    zero matrix stays zero. The result has the dtype of `x_NRC`.
     """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))
@@ -167,7 +167,7 @@ def _orthogonalize_shards(
 def _distribute(
     shards_NRC: jax.Array, stack_spec: StackSpec, mesh_shape: Mapping[str, int]
 ) -> jax.Array:
-    """Orthogonalise N matrices, given this device's R x C shard of each; return its new shards."""
+    """Orthogonalise N matrices, given this device's shards (N, R, C). Return its new shards."""
     split_over = sum(stack_spec.axes, ())
     copied_over = tuple(a for a in mesh_shape if a not in split_over + stack_spec.stack_axes)
     n_shards, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))

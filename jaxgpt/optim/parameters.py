@@ -17,7 +17,7 @@ class Parameters:
 
     weights: Params  # a `Weight` for each parameter
     shardings: Params | None = None
-    """`NamedSharding` of each parameter's gradient and moments; None if there is one device."""
+    """`NamedSharding` of each parameter's gradient and moments; None if they are not sharded."""
 
     @property
     def is_decayed(self) -> Params:

@@ -12,9 +12,9 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
 
     The warm-up reaches the peak, `learning_rate`, at step `warmup_iters`. Without a warm-up, the
     schedule begins at step 0. The cosine and wsd schedules end at step max(`lr_decay_iters`,
-    `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by default a tenth of the
-    peak). The float32 result is within one ulp of the exact value. It is computed on the host, so
-    that trained and skipped steps log the same digits.
+    `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by default, a tenth of the
+    peak). The float32 result is within one ulp of the exact value. The host computes it, so that
+    trained and skipped steps log the same digits.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr
@@ -25,8 +25,8 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
 
 
 # After warm-up, each schedule returns the position of the learning rate between its peak (1) and
-# its floor (0). It is computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x)
-# suffer from cancellation near x = 1.
+# its floor (0). This position is computed from the number of steps left, because 1 + cos(pi x) and
+# 1 - sqrt(x) suffer from cancellation near x = 1.
 
 
 def _cosine(config: OptimizerConfig, step: int) -> float:

@@ -7,10 +7,11 @@ from jaxgpt.optim.parameters import Parameters
 
 
 def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
-    """Return SGD; the caller applies the learning rate. The direction is m <- momentum * m + g.
+    """Return SGD with decoupled weight decay; the caller applies the learning rate.
 
-    If the momentum is 0, the optimizer has no state. The updates equal those of torch.optim.SGD
-    with nesterov=False, except that weight decay is not part of the momentum.
+    The direction is m <- momentum * m + g, plus the weight decay. If the momentum is 0, the
+    optimizer has no state. The updates equal those of torch.optim.SGD with nesterov=False, except
+    that weight decay is not part of the momentum.
     """
     return optax.chain(
         optax.trace(config.momentum) if config.momentum else optax.identity(),

@@ -34,7 +34,8 @@ def opt_state_shardings(
 
     If the path of an array ends with a parameter's path, and both have the same number of
     dimensions, the array gets the sharding of that parameter's moments. Dimensions whose size
-    differs are not sharded. All other arrays, such as an update count, are replicated.
+    differs from the parameter's are not sharded. All other arrays, such as an update count, are
+    replicated.
 
     Args:
         params: the parameters, or their shapes.

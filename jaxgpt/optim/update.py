@@ -23,10 +23,10 @@ from jaxgpt.parallel.sharding import Params
 # Function from (params, opt_state) to their values after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
 
-# Each gate is used where it does not make XLA copy the state. Additional temporary memory that a
-# step of gpt2 with 4 layers needs on one device (JAX 0.10.2, 2026-11): on a CPU, `gate_by_where`
-# takes 216 MB and `gate_sequentially` takes none; on an H100, they take 0.1 MB and 53 MB, and
-# `jax.lax.cond` takes 782 MB.
+# Each gate is used where it does not make XLA copy the state. The gates need this much additional
+# temporary memory in a step of gpt2 with 4 layers on one device (JAX 0.10.2, 2026-11). On a CPU,
+# `gate_by_where` needs 216 MB and `gate_sequentially` needs none. On an H100, `gate_by_where` needs
+# 0.1 MB, `gate_sequentially` needs 53 MB, and `jax.lax.cond` would need 782 MB.
 
 
 def gated_update(
@@ -46,7 +46,7 @@ def gated_update(
             If None, every update is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
-        on_cpu: choose the gate that needs less memory on a CPU. No effect with `by_layer`.
+        on_cpu: choose the gate that needs less memory on a CPU. Not used if `by_layer` is True.
         by_layer: update one layer at a time, with `_layerwise_update`.
     """
     if by_layer:
@@ -63,9 +63,9 @@ def gate_by_where(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[
 
 
 def gate_sequentially(is_due: jax.Array | None, update: Update, *old: Any) -> tuple[Params, Any]:
-    """Variant of `gate_by_where` that gates the parameters before the optimizer state.
+    """Return the same as `gate_by_where`, but gate the parameters before the optimizer state.
 
-    Unless `is_due` is None, `update` is called twice, and XLA removes the computations whose
+    Unless `is_due` is None, this calls `update` twice, and XLA removes the computations whose
     results are not used.
     """
     if is_due is None:
@@ -83,7 +83,7 @@ def _layerwise_update(
     gradients: Params,
     *old: Any,
 ) -> tuple[Params, Any]:
-    """Update one layer at a time, and keep each array in its memory space (device or host).
+    """Compute `gated_update` one layer at a time. Each array stays in device or host memory.
 
     A scan over the layers calls `update` with the `Parameters`, gradients, parameters and optimizer
     state of one layer. A separate call updates the weights outside the layers and any state without
@@ -116,8 +116,8 @@ def layerwise_init(
 ) -> optax.OptState:
     """Return the initial optimizer state, computed one layer at a time.
 
-    It is in host memory, except for arrays that do not belong to a parameter, such as an update
-    count.
+    The state is in host memory, except for arrays that do not belong to a parameter, such as an
+    update count.
     """
     of_layer, outside = _parts(parameters)
     layers = _part(params, True)
@@ -166,7 +166,7 @@ def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, a float32 scalar.
 
     Arrays in device memory are sorted by the first and the last two components of their paths, so
-    that the norm does not depend on how layers are grouped into modules. If the arrays are in host
+    that the norm does not depend on how layers are grouped into modules. If an array is in host
     memory, one layer at a time is moved to the device.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
@@ -193,11 +193,11 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 
 
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
-    """Return gradients scaled down to the global norm `limit` if `norm` is larger.
+    """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is their `global_norm`; if it is NaN, so are the results. A limit of 0 disables clipping.
-    This equals optax.clip_by_global_norm, which would compute the norm over all devices a second
-    time.
+    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, a NaN
+    norm makes all results NaN. This equals optax.clip_by_global_norm, which would compute the norm
+    over all devices a second time.
     """
     if limit == 0:
         return gradients

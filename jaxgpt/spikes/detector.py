@@ -1,7 +1,7 @@
 """Spike detection, which runs on the devices.
 
-It uses the loss and gradient norm of the whole batch, so all processes reach the same decision.
-README.md defines spikes and the window of the last `spike.window` steps.
+The detector uses the loss and gradient norm of the whole batch, so all processes reach the same
+decision. README.md defines spikes and the window.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +16,19 @@ CAUSES = ("none", "loss", "grad_norm", "nonfinite")
 NONE, LOSS, GRAD_NORM, NONFINITE = range(len(CAUSES))
 # Standard deviation of a normal distribution whose median absolute deviation (MAD) is 1.
 DEVIATION_PER_MAD = 1.4826
-# Lower bound on the standard deviation, as a fraction of the median. It prevents tiny fluctuations
-# from counting as spikes if all values are nearly equal. With the default thresholds, a spike is at
-# least 3% above the median loss or 10% above the median gradient norm.
+# Lower bound on the standard deviation, as a fraction of the median. Without this bound, tiny
+# fluctuations would count as spikes if all values were nearly equal. With the default thresholds, a
+# spike is at least 3% above the median loss or 10% above the median gradient norm.
 LEAST_DEVIATION = 0.005
 
 SpikeState = dict[str, jax.Array]
 
 
 class Detection(NamedTuple):
-    """The result of spike detection for one step, as arrays on the devices."""
+    """The result of spike detection for one step, as arrays on the devices.
+
+    If spike.action=off, `medians` and `limits` are infinite.
+    """
 
     cause: jax.Array  # int32 scalar, an index into CAUSES
     medians: jax.Array  # float32 (2,): medians of the losses and of the gradient norms
@@ -37,7 +40,8 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
     """Return the state of the detector before the first step; empty if spike.action=off.
 
     `window` holds the most recent losses and gradient norms, newest last: float32 (2,
-    spike.window). `filled` is the number of steps in it (int32). `nonfinite` is as in `Detection`.
+    spike.window). `filled` is the number of steps in the window, an int32 scalar. `nonfinite` is
+    the field of `Detection`.
     """
     if spike.action == "off":
         return {}
@@ -53,8 +57,8 @@ def update(
 ) -> tuple[SpikeState, Detection]:
     """Check the loss and gradient norm (scalars) of a step, and add them to the window.
 
-    In the window, values are clipped to the limits. A step with a non-finite value is not added.
-    Return the next state and the detection. `state` must not be empty.
+    Return the next state and the detection. The values in the window are clipped to the limits. A
+    step with a non-finite value is not added. `state` must not be empty.
     """
     window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)
@@ -77,9 +81,10 @@ def detect_and_gate(
 ) -> tuple[SpikeState, Detection, jax.Array | None]:
     """Return the next state, the detection, and whether to apply the update of this step.
 
-    `loss` and `grad_norm` are scalars. The third result is a boolean scalar: False for a non-finite
-    step and, with spike.action=skip_update, for any spike. With spike.action=off, every update is
-    applied: the third result is None, and the detection has the cause `none` and infinite limits.
+    `loss` and `grad_norm` are scalars. The third result is a boolean scalar, which is False for
+    non-finite steps. With spike.action=skip_update, it is also False for spikes. With
+    spike.action=off, it is None, because every update is applied, and the detection has the cause
+    `none`.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)
@@ -93,8 +98,8 @@ def detect_and_gate(
 def spike_thresholds(window: jax.Array, spike: SpikeConfig) -> tuple[jax.Array, jax.Array]:
     """Return the medians and the spike thresholds of a full window: two float32 arrays (2,).
 
-    `window` is float32 (2, spike.window), as in `init_spike_state`. The first element of each is
-    for losses, and the second is for gradient norms.
+    `window` is float32 (2, spike.window), as in `init_spike_state`. The first element of each
+    result is for losses, and the second is for gradient norms.
     """
     medians = _medians(window)
     deviations = DEVIATION_PER_MAD * _medians(jnp.abs(window - medians[:, None]))
@@ -117,8 +122,7 @@ def spike_state_from_json(saved: dict[str, Any] | None, shapes: SpikeState) -> S
     """Return the state that `spike_state_to_json` saved, with the shapes and shardings of `shapes`.
 
     If the detector is off, both `shapes` and the result are empty. If spike.window has changed, the
-    newest values that fit are kept. If `saved` is None or empty, because the detector was off or
-    its state was not saved, the window starts out empty.
+    newest values that fit are kept. If `saved` is None or empty, the window starts out empty.
     """
     if not shapes:
         return {}

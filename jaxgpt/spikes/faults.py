@@ -14,10 +14,11 @@ from jaxgpt.spikes.skip import SkipRanges
 
 
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
-    """Return a loss that is NaN on device faults.nan_device at step faults.nan_step.
+    """Return the loss, or NaN on device faults.nan_device at step faults.nan_step.
 
-    Its gradient is also NaN. The same happens on all devices that compute the same rows of the
-    batch. `loss` and `step` are scalars. Call this inside `jax.shard_map`.
+    The gradient is then also NaN. All devices that compute the same rows of the batch get NaN. If
+    faults.nan_step is not set, return `loss` itself. `loss` and `step` are scalars. Call this
+    inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:
@@ -31,7 +32,9 @@ def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> 
 
 
 def with_bit_flip(train_step: Callable[..., Any], config: Config) -> Callable[..., Any]:
-    """Wrap a train step to flip one bit of a parameter, once, after step faults.bit_flip_step.
+    """Wrap a train step so that it flips one bit of a parameter after step faults.bit_flip_step.
+
+    If the same process repeats this step, the bit is not flipped again.
 
     `train_step` takes a state (with `params`), a step and other operands, and returns a state and
     metrics. If faults.bit_flip_step is not set, return `train_step` itself.
@@ -82,7 +85,7 @@ def check_faults(config: Config, n_devices: int) -> None:
 
 
 def describe_faults(config: Config) -> list[str]:
-    """Return log lines about the faults that will be injected.
+    """Return log lines about the faults that will be injected; empty if there are none.
 
     Raises `UsageError` if faults.random_tokens is malformed.
     """

@@ -26,15 +26,15 @@ class NoRewind(Exception):
 
 
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
-    """Return all rewinds of a run, oldest first; an empty list if there are none.
+    """Return all rewinds of a run, oldest first. The list may be empty.
 
     A rewind is a dict with the fields of a `SpikeRecord`, except `kind`, `step` and `action`, and
     with these additional keys:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
-    - `skip`: list of the first and last step to skip.
-    - `dropped`: list of the first and last abandoned step.
+    - `skip`: the first and the last step to skip, as a list.
+    - `dropped`: the first and the last abandoned step, as a list.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 
     Raises `UsageError` if rewinds.json is damaged or unreadable.
@@ -51,7 +51,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 
 
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
-    """Return the (first, last) steps of each range that the rewinds of a run skip.
+    """Return the ranges of steps that the rewinds of a run skip, as inclusive (first, last) pairs.
 
     Raises `UsageError` like `read_rewinds`.
     """
@@ -74,11 +74,11 @@ def decide_rewind(
         saved: the steps of the undamaged checkpoints.
         spike: the record of the spike, as a dict.
         last: the last completed step.
-        sizes: the batch size of each step so far.
+        sizes: the batch sizes of the steps so far.
 
     Raises:
-        NoRewind: there have been too many rewinds, or there is no checkpoint to go back to.
-        UsageError: rewinds.json is damaged or unreadable.
+        NoRewind: if there have been too many rewinds, or if there is no checkpoint to go back to.
+        UsageError: if rewinds.json is damaged or unreadable.
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
     latest = step - settings.rewind_margin
@@ -111,10 +111,10 @@ def decide_rewind(
 
 
 def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
-    """Count the most recent consecutive rewinds that went back to step `to` or later.
+    """Return how many of the newest rewinds in a row went back to step `to` or later.
 
     `rewinds` is the result of `read_rewinds`. Counting stops at a rewind to an earlier step,
-    because the run has made progress since.
+    because the run has made progress since that rewind.
     """
     count = 0
     for rewind in reversed(rewinds):
@@ -134,12 +134,20 @@ def pending_rewind(directory: Path) -> dict[str, Any] | None:
 
 
 def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
-    """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl with it.
+    """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl.
 
-    `to` is the step of the restored checkpoint. It is lower than `rewind["to"]` if the checkpoint
-    of that step was damaged. `rewind` has the format of `read_rewinds`, and may be the pending
-    rewind. Raises `UsageError` if a file cannot be written or rewinds.json is damaged or
-    unreadable, and `OSError` if metrics.jsonl cannot be read.
+    In metrics.jsonl, one record of the rewind replaces these steps. If the file is missing or has
+    no records, nothing is written to it.
+
+    Args:
+        directory: the run directory.
+        rewind: the rewind, in the format of `read_rewinds`. It may be the pending rewind.
+        to: the step of the restored checkpoint; 0 is the initial state. It is lower than
+            `rewind["to"]` if the checkpoint of that step was damaged.
+
+    Raises:
+        UsageError: if a file cannot be written, or if rewinds.json is damaged or unreadable.
+        OSError: if metrics.jsonl cannot be read.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]
     rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
@@ -168,9 +176,9 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    The run must have been rewound before. Raises `OSError` if a checkpoint cannot be removed, and
-    `UsageError` if rewinds.json is damaged, unreadable or cannot be written. The removal is then
-    retried when the run is next started.
+    The run must have a rewind. Raises `OSError` if a checkpoint cannot be removed, and `UsageError`
+    if rewinds.json is damaged, unreadable or cannot be written. After an error, the next start of
+    the run tries again.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

@@ -18,7 +18,7 @@ def spike_record(
 ) -> SpikeRecord | None:
     """Return the record of a step if it is a spike or non-finite, otherwise None.
 
-    `metrics` is the `Metrics` of the step, already on the host.
+    `metrics` is the `Metrics` of the step, as NumPy arrays.
     """
     detection = metrics.detection
     cause = int(detection.cause)
@@ -44,11 +44,11 @@ def spike_record(
 def worst_rows(
     step: int, row_losses: np.ndarray, loader: Loader, dataset: Dataset
 ) -> list[dict[str, Any]]:
-    """Return the `WORST_ROWS` rows with the highest losses in a step, highest first.
+    """Return up to `WORST_ROWS` rows with the highest losses in a step, highest first.
 
     `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its index
-    in the batch (`row`), `loss`, `corpus` (name), `source` (path), and the `offset` of its first
-    token in the training split of the source.
+    in the batch (`row`), its `loss` in nats, the name of its `corpus`, the path of its `source`,
+    and the `offset` of its first token in the training split of the source.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]

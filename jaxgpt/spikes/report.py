@@ -30,16 +30,16 @@ def rewind_line(rewind: dict[str, Any]) -> str:
 
 
 def rows_text(rows: list[dict[str, Any]]) -> str:
-    """Return the numbers, corpora and offsets of the first `SHOWN_ROWS` rows as text.
+    """Return the indices, corpora and offsets of the first `SHOWN_ROWS` rows as text.
 
-    `rows` has the format of `worst_rows`.
+    `rows` has the format of `worst_rows`. If there are more rows, the text ends with `...`.
     """
     shown = [f"{r['row']} ({r['corpus']} @{r['offset']})" for r in rows[:SHOWN_ROWS]]
     return ", ".join(shown) + (", ..." if len(rows) > SHOWN_ROWS else "")
 
 
 def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the (first, last) steps of each range that was skipped, given a run's records."""
+    """Return the skipped ranges of steps in a run's records, as inclusive (first, last) pairs."""
     steps = [r["step"] for r in records if r["kind"] == "train" and r["skipped"]]
     return list(SkipRanges((step, step) for step in steps).ranges)
 
@@ -47,7 +47,7 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def spikes_table(records: list[dict[str, Any]]) -> str:
     """Return a table of the spikes, skips and rewinds in a run's records, sorted by step.
 
-    If there are none, return a line that says so.
+    Without any of these, return `no spikes, skips or rewinds`.
     """
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:

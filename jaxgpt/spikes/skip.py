@@ -1,4 +1,4 @@
-"""Skipped steps. They consume their batch without reading it, and do not update the state."""
+"""Skipped steps, which consume their batch without reading it and do not update the state."""
 
 from collections.abc import Iterable
 
@@ -28,7 +28,7 @@ class SkipRanges:
         return next((pair for pair in self.ranges if pair[0] <= step <= pair[1]), None)
 
     def flat(self) -> tuple[int, ...]:
-        """Return the ranges in the format of `--train-range-to-skip`: first, last, first, last."""
+        """Return the ranges in the format of train_range_to_skip: first, last, first, last, ..."""
         return tuple(step for pair in self.ranges for step in pair)
 
     def __str__(self) -> str:
@@ -40,12 +40,12 @@ def remaining_ranges(
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the parts of `ranges` after `step`, and warnings about steps that were not skipped.
 
+    A range causes a warning if it has steps up to `step` that are not in `skipped`.
+
     Args:
-        ranges: the (first, last) steps of each range to skip.
+        ranges: the ranges to skip, as inclusive (first, last) pairs.
         skipped: the steps that the run has skipped up to `step`.
         step: the step of the checkpoint that the run continues from.
-
-    Each range with steps up to `step` that are not in `skipped` causes a warning.
     """
     found, warnings = [], []
     for first, last in sorted(set(ranges)):
