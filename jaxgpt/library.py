@@ -157,7 +157,7 @@ class Trainer:
 
     With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
     bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
-    run directory only in `save`. It detects loss spikes, but does not rewind.
+    run directory only in `save`. A trainer detects loss spikes, but does not rewind.
 
     All processes of a job call the methods together.
     """

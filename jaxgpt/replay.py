@@ -82,7 +82,7 @@ def parser() -> CommandParser:
     out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
     out.add_argument(
         "--step", type=whole_number(), nargs="+", required=True, metavar="S",
-        help="steps to repeat, each from the newest checkpoint before it",
+        help="steps to repeat, starting from the newest earlier checkpoints",
     )  # fmt: skip
     out.add_argument("--mesh", help="default: the mesh of the run at the first step to repeat")
     return out
@@ -154,7 +154,7 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     if not saved:
         raise UsageError(
             f"--run {run}: has no checkpoint, which is needed for the settings and the data; give "
-            "a run that has one"
+            "a run with checkpoints"
         )
     records = {str(r["step"]): r for r in read_records(run / METRICS, "train")}
     starts = read_records(run / METRICS, "start")

@@ -14,8 +14,8 @@ from jaxgpt.optim.newton_schulz import newton_schulz_flops, orthogonalize
 from jaxgpt.optim.parameters import Parameters, merge, select
 from jaxgpt.parallel.sharding import Params
 
-# RMS of the elements of an update, which is about the same for AdamW (arXiv 2502.16982, section
-# 2.2).
+# RMS of the elements of an update. AdamW's updates have about the same RMS (arXiv 2502.16982,
+# section 2.2).
 UPDATE_RMS = 0.2
 
 

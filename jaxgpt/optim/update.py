@@ -41,9 +41,9 @@ def gated_update(
     """Return `update(parameters, gradients, *old)` if the update is due, else `old` unchanged.
 
     Args:
-        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
-            or the gradient norm is not finite, or if `spike.action` rejects the update as a spike.
-            If None, every update is due.
+        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py, which is False if the
+            loss or the gradient norm is not finite, or if `spike.action` rejects the update as a
+            spike. If `is_due` is None, every update is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
         on_cpu: choose the gate that needs less memory on a CPU. Not used if `by_layer` is True.

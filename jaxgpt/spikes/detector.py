@@ -82,9 +82,9 @@ def detect_and_gate(
     """Return the next state, the detection, and whether to apply the update of this step.
 
     `loss` and `grad_norm` are scalars. The third result is a boolean scalar, which is False for
-    non-finite steps. With spike.action=skip_update, it is also False for spikes. With
-    spike.action=off, it is None, because every update is applied, and the detection has the cause
-    `none`.
+    non-finite steps. With spike.action=skip_update, the third result is also False for spikes. With
+    spike.action=off, every update is applied. The third result is then None, and the detection has
+    the cause `none`.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)

@@ -44,9 +44,9 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
         return read_json(path, [SHAPE]) if path.exists() else []
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path}: is damaged ({in_words(error)}); restore it, or remove it and pass the ranges "
-            "that it skipped to --train-range-to-skip (they are listed as `skip` in the rewind "
-            f"records in {METRICS})"
+            f"{path}: is damaged ({in_words(error)}); restore it, or remove it and pass the "
+            f"skipped ranges to --train-range-to-skip (the rewind records in {METRICS} list these "
+            "ranges as `skip`)"
         ) from None
 
 
@@ -86,9 +86,9 @@ def decide_rewind(
     to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
     if _rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
         raise NoRewind(
-            f"spike.max_rewinds={settings.max_rewinds}: step {step} spiked again; look at its "
-            "rows with python -m jaxgpt.inspect, then continue with another spike.action, a lower "
-            "optimizer.learning_rate or a larger spike.max_rewinds"
+            f"spike.max_rewinds={settings.max_rewinds}: step {step} spiked again; look at the "
+            "rows of this step with python -m jaxgpt.inspect, then continue with another "
+            "spike.action, a lower optimizer.learning_rate or a larger spike.max_rewinds"
         )
     if to == 0 and latest >= interval:  # restarting from step 0 would lose too many steps
         raise NoRewind(

@@ -39,8 +39,8 @@ from jaxgpt.train.sharded_model import ShardedModel, choose_n_slices, shard_mode
 from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import Metrics, train_step
 
-# By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. It then merges
-# recomputed operations with the originals, so their results stay in memory.
+# By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. XLA then merges
+# recomputed operations with the original ones, whose results stay in memory.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # Initialisation runs once, so LLVM's expensive passes would take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
@@ -49,8 +49,8 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
-# XLA would compute the matmuls of kernels/float8.py in bfloat16 if it used Triton or merged matmuls
-# that share an operand, such as those of queries and keys.
+# XLA would compute the matmuls of kernels/float8.py in bfloat16 if it used Triton, or if it merged
+# matmuls that share an operand, such as the projections to queries and keys.
 FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -82,9 +82,9 @@ class CompiledFunctions:
     """params -> (function that decodes one text, empty KV cache)."""
 
     def describe(self) -> str:
-        """Return a description such as `2.53M parameters, data=2 fsdp=1 tensor=1`.
+        """Return the number of non-embedding parameters and the mesh as text.
 
-        It has the number of non-embedding parameters and the mesh.
+        For example: `2.53M parameters, data=2 fsdp=1 tensor=1`.
         """
         return f"{self.n_parameters[1] / 1e6:.2f}M parameters, {describe(self.mesh)}"
 
@@ -198,7 +198,7 @@ def training_batch(
 ) -> jax.ShapeDtypeStruct | TokenRows:
     """Return the shape, dtype and sharding of a global training batch.
 
-    The batch is int32 (B, T+1) or, if `has_masks`, `TokenRows`.
+    The batch is `TokenRows` if `has_masks` is True, and otherwise int32 (B, T+1).
     """
     shape = (config.train.batch_size, config.model.block_size + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)

@@ -212,7 +212,7 @@ def load_weights(
         if step not in list_checkpoints(folder):
             raise UsageError(
                 f"{folder}: the weights of step {step}, which the run began with, are missing; "
-                "restore them, because the run has to start again from them"
+                "restore these files, because the run has to start again from them"
             )
         return read_meta(folder, step)
 
@@ -261,9 +261,9 @@ def after_corruption(
 ) -> tuple[int | None, Cause]:
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
-    This is the newest checkpoint with undamaged JSON, or None for the state before the first step.
-    Devices are compared before every save, so all replicas agreed when the checkpoint was saved.
-    All processes call this together.
+    The result is the newest checkpoint with undamaged JSON, or None for the state before the first
+    step. Devices are compared before every save, so all replicas agreed when the checkpoint was
+    saved. All processes call this together.
 
     Args:
         devices: mesh indices of devices whose parameters differ from the other replicas.
@@ -287,7 +287,7 @@ def after_corruption(
         raise DeviceFailed(
             f"train.verify_interval={run.config.train.verify_interval}: parameters of "
             f"{', '.join(names)} differ from their replicas at step {last}, even after "
-            f"{MAX_CORRUPTIONS} restarts from the same checkpoint; exclude its host"
+            f"{MAX_CORRUPTIONS} restarts from the same checkpoint; exclude the host of each device"
         )
     earlier.append(checkpoint)
     record = CorruptionRecord(step=checkpoint or 0, found=last, devices=names)

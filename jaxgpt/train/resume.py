@@ -80,7 +80,7 @@ def check_resume(
     """Check that a run can resume from a checkpoint; return log lines about changes.
 
     `step` and `meta` are the step and the JSON of the checkpoint. Raises `UsageError` if the run
-    cannot resume from this checkpoint, or if its data cannot be read.
+    cannot resume from this checkpoint, or if the data cannot be read.
     """
     checkpoint = directory / "checkpoints" / str(step)
     if meta.get(WEIGHTS_ONLY):
@@ -94,7 +94,7 @@ def check_resume(
             "or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
-    # Before a key existed, runs behaved as if it had its default value.
+    # Runs that are older than a key behave as if the key had its default value.
     defaults = Config().to_dict()
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
@@ -166,7 +166,7 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line if train.max_iters is after the end of the learning-rate decay, if any."""
+    """Return a log line if the run continues after the end of the learning-rate decay."""
     optimizer, end = config.optimizer, config.train.max_iters
     last = optimizer.lr_decay_iters
     if optimizer.schedule == "constant" or end <= last:
@@ -193,7 +193,7 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 
     If the run directory `out` has undamaged checkpoints, return the options of the newest one
     instead, because a resumed run no longer uses its initial weights. The options do not include
-    model.dropout and model.attention. Raises `UsageError` if they cannot be read.
+    model.dropout and model.attention. Raises `UsageError` if the options cannot be read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):
@@ -245,8 +245,8 @@ def prepare_weights(
     tokenizer file and the data has no tokenizer.
 
     Raises:
-        UsageError: if the weights cannot be read, if the model does not match them, or if the
-            tokenizer of the data does not match them and data.accept_changes is not set.
+        UsageError: if the weights cannot be read, if the model does not match the weights, or if
+            the data has another tokenizer and data.accept_changes is not set.
         OSError: if the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)
@@ -297,14 +297,14 @@ def _share_tokenizer(
 ) -> tuple[Config, list[str]]:
     """Check that the data and the weights have the same tokenizer; return the config and log lines.
 
-    The `COMPANIONS` of the weights are copied into the run directory. If the data has no tokenizer,
-    the run uses the tokenizer file of the weights, if there is one. If the tokenizer of the weights
-    or the data is unknown, a warning is returned. Raises `UsageError` if the tokenizers differ,
-    unless data.accept_changes is set, and `OSError` if a file cannot be copied.
+    The `COMPANIONS` of the weights are copied into the run directory. If the data has no tokenizer
+    but the weights have a tokenizer file, the run uses this file. If one of the tokenizers is
+    unknown, a warning is returned. Raises `UsageError` if the tokenizers differ, unless
+    data.accept_changes is set, and `OSError` if a file cannot be copied.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:
-        return config, [f"warning: {key} has no tokenizer; assuming that {name} has its tokens"]
+        return config, [f"warning: {key} has no tokenizer; assuming that {name} uses the same one"]
     tokenizer = tokenizer_from_meta(meta["tokenizer"], folder)
     for companion in COMPANIONS:
         if (folder / companion).is_file():

@@ -76,7 +76,7 @@ class Run:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The checkpoint's batch sizes up to `resume_step`, and train.batch_size after it."""
+        """The batch sizes in the checkpoint, then train.batch_size for all later steps."""
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
@@ -272,10 +272,10 @@ def _open_dataset(config: Config) -> Dataset:
 def _with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
-    """Return the config and the dataset.
+    """Return the config and the dataset, with a tokenizer if the run directory has one.
 
-    If the data has no tokenizer, both get the tokenizer file that was copied from the initial
-    weights, if there is one.
+    If the data has no tokenizer, the run uses the tokenizer file that was copied from the initial
+    weights. Raises `UsageError` if this file or the data cannot be read.
     """
     file = (meta["tokenizer"] or {}).get("file")
     if dataset.tokenizer is not None or file is None or not (directory / file).exists():

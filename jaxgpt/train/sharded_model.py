@@ -217,10 +217,10 @@ def param_layout(
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return the number of equal slices of each CPU's part of a microbatch.
 
-    Slices are processed one after another, like microbatches. This saves memory and is faster on
-    CPUs. The number divides the number of rows. The activations of a slice take about
-    `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more. If the
-    mesh splits anything but the batch, the result is 1, because every slice would have to
+    Slices are processed one after another, like microbatches. Small slices save memory and are
+    faster on CPUs. The number of slices divides the number of rows. The activations of a slice take
+    about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more.
+    If the mesh splits anything but the batch, the result is 1, because every slice would have to
     communicate. model.vocab_size must be set. Raises `UsageError` like `activation_bytes`.
     """
     shape = MeshShape(**mesh.shape)

@@ -40,7 +40,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return a run's optimizer for unsharded parameters. It does not apply the learning rate.
+    """Return a run's optimizer for unsharded parameters, without the learning rate.
 
     model.vocab_size must be set. Raises `UsageError` like `make_optimizer` and `weights`.
     """

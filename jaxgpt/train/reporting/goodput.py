@@ -89,7 +89,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
     for before, after in zip(records, records[1:], strict=False):
         if not before.is_last:
             total["down"] += max(0.0, after.began - before.ended)
-    kept = float("inf")  # later records repeat the steps after this one
+    kept = float("inf")  # later records repeat all steps after step `kept`
     for record in reversed(records):
         first = max(record.after, kept)
         if record.step > first:

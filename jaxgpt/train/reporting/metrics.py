@@ -15,7 +15,7 @@ from jaxgpt.train.step import Metrics
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one step. `MetricsBuffer.read` returns them as NumPy arrays."""
+    """Metrics of one step, as NumPy arrays in the result of `MetricsBuffer.read`."""
 
     step: int
     metrics: Metrics
@@ -54,9 +54,9 @@ class MetricsBuffer:
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
         """Return the first step whose loss calls for a rewind, or None.
 
-        A spike in the gradient norm alone does not call for a rewind, because gradients are
-        clipped. A non-finite step does not either, because its update was not applied. The result
-        is always None unless spike.action=rewind.
+        Spikes in the gradient norm alone do not call for a rewind, because gradients are clipped.
+        Non-finite steps do not call for a rewind, because their updates were not applied. The
+        result is always None unless spike.action=rewind.
         """
         if self._config.spike.action != "rewind":
             return None
@@ -73,8 +73,8 @@ class MetricsBuffer:
         if not reached:
             return self._failure_of_last(readings)
         return (
-            f"spike.max_consecutive_nonfinite={limit}: that many steps in a row, up to step "
-            f"{reached[-1]}, were not finite and updated nothing; lower optimizer.learning_rate, "
+            f"spike.max_consecutive_nonfinite={limit}: too many consecutive steps, up to step "
+            f"{reached[-1]}, had a non-finite loss or gradient; lower optimizer.learning_rate, "
             "or remove the newest checkpoints to continue from an older one"
         )
 

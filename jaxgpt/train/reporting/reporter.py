@@ -80,7 +80,7 @@ class Reporter:
         self._stragglers = Stragglers(cluster.host_names)
 
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
-        """Log the header. Process 0 also writes cluster.json and, if it is missing, config.yaml.
+        """Log the header. Process 0 also writes cluster.json, and config.yaml if it is missing.
 
         If the log is new, the legend of the training lines follows the header. Without a terminal,
         the legend is not printed unless train.verbose is set. `facts` is the result of
@@ -193,7 +193,7 @@ class Reporter:
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """Report that a step was dispatched or, if `metrics` is None, that it was skipped.
+        """Report a step after its dispatch. If `metrics` is None, the step was skipped.
 
         `known` holds the metrics that have arrived on the host since the last call. All processes
         call this together. The first call for a trained step waits for the step, gathers the
@@ -334,8 +334,8 @@ class Reporter:
     def log(self, record: Record | None) -> None:
         """Send a record to every tracker, and log its line. Do nothing if `record` is None.
 
-        `record` is a `TrainRecord`, or its kind is in `_LINES`. Call `restart` first, because it
-        opens the trackers.
+        `record` must be a `TrainRecord` or have a kind in `_LINES`. Call `restart` first, because
+        it opens the trackers.
         """
         if record is None or not self._enabled:
             return
