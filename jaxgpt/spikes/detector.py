@@ -41,7 +41,7 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
 
     `window` holds the most recent losses and gradient norms, newest last: float32 (2,
     spike.window). `filled` is the number of steps in the window, an int32 scalar. `nonfinite` is
-    the field of `Detection`.
+    the same number as in `Detection`.
     """
     if spike.action == "off":
         return {}

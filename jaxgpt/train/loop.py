@@ -53,8 +53,8 @@ def train(
         UsageError: if the configuration is invalid or does not fit the devices, if the data or the
             initial weights cannot be read, if a checkpoint cannot be restored or saved, or if
             another file of the run cannot be written.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if a checkpoint that a rewind
-            abandons cannot be removed.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
+            cannot be removed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)

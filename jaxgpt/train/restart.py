@@ -74,8 +74,8 @@ def restart_from(
             initial weights are damaged.
         UsageError: if a file cannot be read, renamed or written at the moment, if the JSON of the
             checkpoint or rewinds.json is damaged, or if the initial weights are missing.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if a checkpoint that a rewind
-            abandons cannot be removed.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
+            cannot be removed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     damaged = dict(run.damaged)
@@ -162,12 +162,12 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 
 
 def _json_damage(directory: Path, step: int) -> str:
-    """Return the reason why the JSON of a checkpoint, which must be damaged, is damaged."""
+    """Return the reason why the JSON of a damaged checkpoint is damaged."""
     try:
         read_meta(directory, step)
     except DamagedCheckpoint as error:
         return error.reason
-    raise AssertionError(f"checkpoint {step} of {directory} is newer than the one restored")
+    raise AssertionError(f"checkpoint {step} of {directory} is newer than the restored checkpoint")
 
 
 def _read_state(run: Run, job: Job) -> TrainState:

@@ -121,7 +121,7 @@ def check_resume(
 
 
 def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
-    """Return whether a setting must not change when a run resumes.
+    """Return whether a setting must stay the same when a run resumes.
 
     `values` has the old and the new value.
     """
@@ -339,10 +339,10 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
-    The ranges include those skipped before the checkpoint, in the format of train_range_to_skip:
-    first, last, first, last, ... Each range in `asked` that contains steps trained before the
-    checkpoint causes a warning. Raises `UsageError` if the checkpoint has a setting that is unknown
-    or malformed.
+    The result includes the ranges skipped before the checkpoint. Its format is the format of
+    train_range_to_skip: first, last, first, last, ... Each range in `asked` that contains steps
+    trained before the checkpoint causes a warning. Raises `UsageError` if the checkpoint has a
+    setting that is unknown or malformed.
 
     Args:
         asked: the ranges of train_range_to_skip.

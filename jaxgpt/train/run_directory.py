@@ -72,7 +72,7 @@ class Run:
     damaged: Sequence[tuple[int, str]] = ()  # (step, reason) of checkpoints after `resume_step`
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due at `resume_step` but not logged
     init_folder: str | None = None  # folder of the initial weights, which may no longer exist
-    init_step: int | None = None  # step of the initial weights; may not be the newest in the folder
+    init_step: int | None = None  # step of the initial weights; may not be the folder's newest
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -156,7 +156,7 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
     for source in differ:
         raise UsageError(
             f"{source.entry.key}: {source.entry.path} on host {platform.node()} or its tokenizer "
-            "differs from that of process 0; all hosts need the same files"
+            "differs from the files of process 0; all hosts need the same files"
         )
 
 

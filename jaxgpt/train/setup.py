@@ -63,8 +63,8 @@ def set_up(
             if the initial weights cannot be read.
         DamagedCheckpoint: if all checkpoints or the initial weights are damaged, or if the newest
             checkpoint is damaged and checkpoint.on_damage=refuse.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if a checkpoint that a rewind
-            abandons cannot be removed.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
+            cannot be removed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     clock.enter("setup")

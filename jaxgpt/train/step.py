@@ -44,7 +44,7 @@ class Metric(NamedTuple):
     compute: Callable[[StepValues], jax.Array]
 
 
-# All metrics of a step. Each appears on the console, in metrics.jsonl and in every tracker.
+# All metrics of a step. They appear on the console, in metrics.jsonl and in every tracker.
 STEP_METRICS = {
     "loss": Metric(
         Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format),

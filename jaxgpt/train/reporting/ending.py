@@ -38,8 +38,8 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
 def sparkline(values: Sequence[float]) -> str:
     """Return a row of at most `WIDTH` bars.
 
-    If there are more values, each bar shows the mean of several consecutive values. `values` must
-    not be empty.
+    If there are more values than that, each bar shows the mean of several consecutive values.
+    `values` must not be empty.
     """
     n = min(WIDTH, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]

@@ -14,8 +14,8 @@ from jaxgpt.perf.flops import HostTimes
 from jaxgpt.tracking.records import StragglerRecord
 
 # A process is slow if its own time is more than `FACTOR` times the median, and exceeds the median
-# by more than `SHARE` of the step time. It is a straggler if it is slow in `INTERVALS` consecutive
-# intervals.
+# by more than `SHARE` of the step time. A straggler is a process that is slow in `INTERVALS`
+# consecutive intervals.
 FACTOR = 1.3
 SHARE = 0.1
 INTERVALS = 3
