@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather, which are each other's transposes, with a workaround for Gloo."""
+"""Collectives for use inside `jax.shard_map`, with a workaround for Gloo's reduce-scatter."""
 
 import functools
 import math
@@ -15,10 +15,12 @@ MeshAxes = str | tuple[str, ...]  # one or more mesh axes, outermost first
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    The number of devices must divide that dimension. This is `jax.lax.psum_scatter`, except on CPUs
-    with several processes. There, it is an all-to-all followed by a local sum, which sends the same
-    number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently corrupts large arrays
-    (jax-ml/jax issue 40830) and times out after 30 s (issue 40831).
+    `dimension` is at least 0, and its size must be divisible by the number of devices. The backward
+    pass is `all_gather`.
+
+    On CPUs with several processes, an all-to-all and a local sum replace `jax.lax.psum_scatter`.
+    They send the same number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently
+    corrupts large arrays (jax-ml/jax issue 40830) and times out after 30 s (issue 40831).
     """
     if jax.default_backend() != "cpu" or not jax.distributed.is_initialized():
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
@@ -27,7 +29,10 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
-    """Concatenate the shards of `x` along `dimension`; the backward pass is `reduce_scatter`."""
+    """Concatenate all devices' `x` along `dimension` (at least 0), in the order of the mesh axis.
+
+    The backward pass is `reduce_scatter`.
+    """
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
@@ -50,15 +55,14 @@ _all_to_all_sum.defvjp(
 
 
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
-    """Gather values (B,) or (B, T) of the global batch on every device, inside `jax.shard_map`.
-
-    Logits (B, T, V) are also gathered over the vocabulary.
+    """Return the values of the global batch, on every device.
 
     Args:
-        own: this device's values. If the sequence is split, each per-row value is a partial sum,
-            and the partial sums are added.
+        own: this device's values: (B,), (B, T), or logits (B, T, V), which are also gathered over
+            the vocabulary. If the sequence is split, values (B,) are partial sums over positions,
+            and this function adds them.
     """
-    roles = ("splits_batch", "splits_sequence", "splits_heads")  # of the dimensions B, T and V
+    roles = ("splits_batch", "splits_sequence", "splits_heads")  # for the dims B, T and V
     rows, positions, vocabulary = (mesh_axes_with(role, mesh) for role in roles)
     over = (*rows, *positions, *(vocabulary if own.ndim == len(roles) else ()))
     if not over:

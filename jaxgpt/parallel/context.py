@@ -1,16 +1,16 @@
 """Context parallelism: each device holds a slice of every sequence.
 
-`split_sequence` adapts an attention function for whole rows to slices of rows.
+`split_sequence` returns an attention function for slices of rows.
 
-Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and return the
-results. The attention kernel stays the same.
+Ulysses (arXiv 2309.14509): an all-to-all gives each device all positions of some heads, and another
+one returns the results. The attention kernel is the same as for whole rows.
 
-Ring (arXiv 2310.01889): keys and values travel around the devices; see `parallel.ring`. With n
-devices, a row has 2n chunks, and device i holds the chunks i and 2n-1-i, an early and a late one
-(zigzag layout, `zigzag_schedule`). Causal attention then takes the same time on all devices.
+Ring (arXiv 2310.01889): keys and values are sent around a ring of devices; see `parallel.ring`.
+With n devices, a row has 2n chunks. In the zigzag layout (`zigzag_schedule`), device i holds an
+early chunk, i, and a late chunk, 2n-1-i. Causal attention then takes the same time on all devices.
 
-Everything here runs inside `jax.shard_map`. The argument `axes` holds the mesh axes that split the
-sequence.
+Attention functions and schedules run inside `jax.shard_map`. The argument `axes` holds the mesh
+axes that split the sequence.
 """
 
 import functools
@@ -28,8 +28,8 @@ from jaxgpt.parallel.schedule import Schedule
 from jaxgpt.parallel.tensor import ParallelContext
 
 # (q_BTHK, k_BTGK, v_BTGK, positions, positions, window, dropout keys_BH) -> out_BTHK; see
-# `models.attention.Attention`. A wrapped function takes a slice of q, k and v, and the positions of
-# the whole row, from `gather_positions`.
+# `models.attention.Attention`. An attention function for slices of rows takes a slice of q, k and
+# v, but the positions of whole rows, from `gather_positions`.
 Attention = Callable[..., jax.Array]
 
 # With this many tokens per device, a block's computation on an H100 (2e14 FLOP/s) takes as long as
@@ -41,10 +41,12 @@ RING_TOKENS = 8192
 def choose_implementation(
     config: Config, shape: MeshShape, devices_per_host: int | None
 ) -> tuple[str, str]:
-    """Return the value of parallel.context_impl to use, and the reason.
+    """Return `ulysses` or `ring`, and the reason for the choice.
+
+    If parallel.context_impl is not `auto`, its value is returned unchecked.
 
     Args:
-        devices_per_host: None if it is unknown or all devices share a host.
+        devices_per_host: number of devices per host; None is treated as a single host.
     """
     model, chosen = config.model, config.parallel.context_impl
     if chosen != "auto":
@@ -69,10 +71,10 @@ def choose_implementation(
 
 
 class SequenceSplit(NamedTuple):
-    """The attention function and the schedule for devices that split the sequence."""
+    """The result of `split_sequence`."""
 
     attend: Attention
-    wrap_schedule: Callable[[Schedule], Schedule]
+    wrap_schedule: Callable[[Schedule], Schedule]  # returns its argument unless a ring is used
     note: str  # for the log; empty if no axis splits the sequence
 
 
@@ -84,9 +86,15 @@ def split_sequence(
     visible_keys: VisibleKeys,
     devices_per_host: int | None,
 ) -> SequenceSplit:
-    """Wrap an attention function for whole rows, if any axis splits the sequence.
+    """Return the attention function and the schedule wrapper for slices of rows.
 
-    See `choose_implementation` for `devices_per_host`.
+    `ulysses` applies `attend` to whole rows. A ring uses `ring_attention` instead of `attend`. If
+    no axis splits the sequence, `attend` and the schedule stay unchanged.
+
+    Args:
+        attend: attention function for whole rows.
+        visible_keys: makes a ring's attention mask.
+        devices_per_host: see `choose_implementation`.
     """
     axes, unchanged = context.sequence_axes, lambda schedule: schedule
     if not axes:
@@ -106,10 +114,10 @@ def split_sequence(
 
 
 def gather_positions(at: Any, axes: Axes) -> Any:
-    """Gather the positions (..., T) of all slices, in device order.
+    """Return the positions of whole rows, with the slices (..., T) of all devices in device order.
 
     Args:
-        at: `models.attention.TokenPositions` of this device's tokens.
+        at: `models.attention.TokenPositions` of this device's tokens; returned if `axes` is empty.
     """
     if not axes:
         return at
@@ -132,8 +140,12 @@ def ulysses_attention(
 ) -> jax.Array:
     """Compute `attend` for whole rows and this device's share of the heads.
 
-    Key-value heads are repeated until the number of devices divides their number. There are two
-    all-to-alls, or three if there are fewer key-value heads than query heads.
+    The number of devices must divide H. Key-value heads are repeated if the number of devices does
+    not divide G. There are two all-to-alls, or three if key-value heads are still fewer than H.
+
+    Args:
+        q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
+        q_at, k_at: positions of whole rows.
 
     Returns:
         out_BTHK for this device's slice of the rows; see `Attention`.
@@ -163,13 +175,13 @@ def _all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
 
 
 def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
-    """Return a schedule that moves batches to the zigzag layout once per step.
+    """Return a schedule that moves the batch to the zigzag layout and then runs `schedule`.
 
-    Hidden states are returned in the original layout.
+    Its `run_all_blocks` returns hidden states in the original layout.
     """
     axes = context.sequence_axes
 
-    def in_zigzag(batch: Any) -> Any:  # all arrays but the row numbers have a dim T
+    def in_zigzag(batch: Any) -> Any:  # all arrays except the row numbers have a dim T
         return jax.tree.map(lambda x: to_zigzag(x, axes) if x.ndim > 1 else x, batch)
 
     def run_all_blocks(pieces: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
@@ -188,9 +200,10 @@ def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
 
 
 def to_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
-    """Move the chunks of rows (B, T, ...) from consecutive slices to the zigzag layout.
+    """Exchange chunks of rows, and return this device's part of the zigzag layout: (B, T, ...).
 
-    Device d holds the chunks 2d and 2d+1 before, and an early and a late chunk after.
+    `x_BT` (B, T, ...) is this device's slice of the rows. On device d, it holds the chunks 2d and
+    2d+1, so T must be even.
     """
     even, odd = _zigzag_moves(jax.lax.axis_size(axes))
     first, second = jnp.split(x_BT, 2, axis=1)

@@ -15,16 +15,16 @@ def make_mesh(
     hosts: Sequence[int] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh of `shape.n_devices` devices.
+    """Return a mesh of the given devices, whose number must equal `shape.n_devices`.
 
-    Devices are ordered by host, then by process, so that the last axis, `tensor`, stays within a
+    Devices are ordered by host, process and ID, so that the last axis, `tensor`, stays within a
     host if possible, and the first axes, `stage` and `data`, span hosts. On one host with CPUs or
     GPUs, `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
     `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
 
     Args:
-        hosts: the host number of each process; if None, ranks are assumed to be ordered by host.
-        devices: the devices of the mesh. None: all devices of the job.
+        hosts: the host number of each process, by rank. None means that ranks are ordered by host.
+        devices: the devices of the mesh, by default all devices of the job.
     """
 
     def place(device: jax.Device) -> tuple[int, int, int]:
@@ -38,13 +38,14 @@ def make_mesh(
 
 
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return the mesh that a config specifies.
+    """Return the mesh of all devices of the job, with the shape in parallel.mesh.
 
     Args:
         hosts: the host number of each process; see `make_mesh`.
 
     Raises:
-        UsageError: if the mesh does not match the devices, the model or the batch size.
+        UsageError: if parallel.mesh is malformed, or does not match the number of devices, the
+            model, the batch size or the other parallel settings.
     """
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)
@@ -60,7 +61,7 @@ def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
     """Return the host number of each device, in mesh order.
 
     Args:
-        hosts: the host number of each process.
+        hosts: the host number of each process, by rank.
     """
     return [hosts[device.process_index] for device in mesh.devices.flat]
 
@@ -80,7 +81,9 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a warning if any group of devices along `tensor` spans hosts.
+    """Return a tuple with a warning if a group of devices along `tensor` spans hosts.
+
+    Otherwise, the tuple is empty.
 
     Args:
         hosts: the host number of each device, in mesh order.
@@ -96,5 +99,5 @@ def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tupl
 
 
 def describe(mesh: Mesh) -> str:
-    """Return the mesh as text for a log line: `data=2 fsdp=1 tensor=4`."""
+    """Return the axis sizes as text, such as `data=2 fsdp=1 tensor=4`; see `MeshShape.describe`."""
     return MeshShape(**mesh.shape).describe()

@@ -1,4 +1,4 @@
-"""Offloading to host memory. Arrays are copied to the device one layer at a time."""
+"""Offloading to host memory, with transfers of one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ def is_in_host(x: jax.Array) -> bool:
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Move an array to device memory if it is in host memory."""
+    """Move an array from host memory to device memory; return other arrays unchanged."""
     return jax.device_put(x, jax.memory.Space.Device) if is_in_host(x) else x
 
 
 def to_host(tree: Any) -> Any:
-    """Move arrays to host memory."""
+    """Move all arrays in a tree to host memory."""
     return jax.device_put(tree, HOST)
 
 
@@ -28,10 +28,13 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
     """Compute `change(old, given)` one layer at a time.
 
     Args:
-        change: function of one layer's `old` and `given`, arrays (1, ...) on the device. It returns
-            the new arrays (1, ...).
-        old: arrays (L, ...) to replace. The results have the same shapes and memory kinds.
-        given: further arrays (L, ...), such as gradients.
+        change: function that takes one layer of `old` and of `given`, as arrays (1, ...) on the
+            device, and returns the new arrays (1, ...).
+        old: tree of at least one array (L, ...).
+        given: tree of other arrays (L, ...), such as gradients.
+
+    Returns:
+        The new arrays (L, ...), in the memory of the old ones.
     """
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:
@@ -49,22 +52,24 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
 
 
 def layer(stacks: Any, i: jax.Array) -> Any:
-    """Return the slices (1, ...) of layer `i`, on the device."""
+    """Return layer `i` of arrays (L, ...), as arrays (1, ...) on the device."""
     return jax.tree.map(lambda stack: to_device(jax.lax.dynamic_slice_in_dim(stack, i, 1)), stacks)
 
 
 def match_memory(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Move `x` to host memory if `like` is there."""
+    """Move `x` to host memory if `like` is in host memory."""
     return to_host(x) if is_in_host(like) else x
 
 
 def stacked_in_host(
     make_block: Callable[[jax.Array], nnx.Module],
 ) -> Callable[[jax.Array], nnx.Module]:
-    """Return a function that makes stacked blocks in host memory, one at a time.
+    """Return a function that takes L keys, and makes L stacked blocks in host memory.
+
+    It makes one block at a time on the device.
 
     Args:
-        make_block: makes one block from one key; the returned function takes L keys.
+        make_block: function that makes one block from one key.
     """
 
     def make_blocks(keys: jax.Array) -> nnx.Module:

@@ -7,10 +7,10 @@ used.
 
 - `gpipe` (arXiv 1811.06965): each stage holds one group of consecutive layers.
 - `circular` (the interleaved schedule of arXiv 2104.04473, section 2.2): each stage holds v groups.
-  Group g is on stage g mod S. Microbatches pass through the stages v times, so a bubble is only 1/v
-  as long.
+  Group g is on stage g mod S. Microbatches pass through the stages v times, and each bubble takes
+  1/v of the time.
 
-With M microbatches and S stages, a step has v M + S - 1 ticks, and S - 1 of them are bubbles.
+With M microbatches and S stages, a step has v M + S - 1 ticks. Each stage has S - 1 bubbles.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 class LayerGroups(NamedTuple):
     """The division of a model's layers into S v groups of consecutive layers.
 
-    Group g runs on stage g mod S. If the layers cannot be divided evenly, the first groups hold one
-    more layer (or layer pattern), and the others are padded.
+    Group g runs on stage g mod S. If the layers cannot be divided evenly, the first groups have one
+    more layer (or layer pattern), and the other groups are padded.
     """
 
     n_layers: int
@@ -63,28 +63,28 @@ class LayerGroups(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each stage holds consecutive layers, and all stages hold equally many."""
+        """True if each stage runs the same number of layers, and its layers are consecutive."""
         return self.is_even and self.n_repeats == 1
 
     @property
     def firsts(self) -> np.ndarray:
-        """The first layer of each group: int (v, S)."""
+        """The index of the first layer of each group: int (v, S)."""
         return self._by_repeat(np.cumsum([0, *self.sizes[:-1]]))
 
     @property
     def ends(self) -> np.ndarray:
-        """The layer after each group: int (v, S)."""
+        """The index after the last layer of each group: int (v, S)."""
         return self._by_repeat(np.cumsum(self.sizes))
 
     @property
     def layers(self) -> np.ndarray:
-        """The layers that each stage holds, in order, including padding: int (S, v max(sizes))."""
+        """The indices of the layers that each stage runs, with padding: int (S, v max(sizes))."""
         layers = self.firsts[..., None] + np.arange(max(self.sizes))
         return np.minimum(layers, self.n_layers - 1).swapaxes(0, 1).reshape(self.n_stages, -1)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A warning if the groups differ in size, so that some stages wait for others."""
+        """A tuple with a warning if the groups differ in size; otherwise, an empty tuple."""
         if self.is_even:
             return ()
         large, small = max(self.sizes), min(self.sizes)
@@ -108,7 +108,7 @@ class Network(NamedTuple):
     weights: Params  # nested dict of `ShardedParam`
 
     def pieces(self, **weights: Params) -> Pieces:
-        """Return the network, with some of its weights replaced."""
+        """Return the network with some of its weights replaced."""
         return nnx.merge(self.graph, self.weights | weights)
 
     @property
@@ -128,7 +128,7 @@ class Network(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The schedules `gpipe` (one group of layers per stage) and `circular` (several)."""
+    """The schedule `gpipe` (one group of layers per stage) or `circular` (several groups)."""
 
     groups: LayerGroups
     n_microbatches: int  # M
@@ -142,7 +142,10 @@ class Pipeline:
     def run_all_blocks(
         self, pieces: Pieces, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Run the network's forward pass; see `Schedule`. All stages receive the results."""
+        """Run the network's forward pass; see `Schedule`.
+
+        The batch is split into gcd(M, B) microbatches. All stages receive the results.
+        """
         n = math.gcd(self.n_microbatches, batch.rows.shape[0])
         outputs, aux = self._run_ticks(self._load(pieces), split_microbatches(batch, n), key)
         return merge_microbatches(jax.lax.psum((self._keep_last(outputs), aux), self.axes))
@@ -157,8 +160,9 @@ class Pipeline:
         """Run the forward and backward passes of a step; see `Schedule`.
 
         Weights are gathered once per step. After the forward pass, the outputs of the last stage
-        are scattered, and each stage computes the head and the loss of its share of the
-        microbatches.
+        are scattered, and each stage computes the head and the loss for its share of the
+        microbatches. The `LossParts` are equal on all stages. `microbatches.n` must divide the
+        number of rows.
         """
         batch, M, key = microbatches
         batches = split_microbatches(batch, M)
@@ -191,8 +195,8 @@ class Pipeline:
         Only one microbatch's logits are in memory at a time.
 
         Returns:
-            `LossParts` of each microbatch, stacked. The gradients of `outputs`. The gradients of
-            the weights outside the layers.
+            The `LossParts` of all microbatches, stacked. The gradients with respect to `outputs`,
+            and with respect to the weights outside the layers.
         """
         accumulators = network.accumulators
         outside = {name: part for name, part in accumulators.items() if name != "layers"}
@@ -211,7 +215,7 @@ class Pipeline:
         return parts, d_outputs, gradients
 
     def _load(self, pieces: Pieces) -> Network:
-        """Return the network with the layers of this stage, and with all weights gathered."""
+        """Return the network with this stage's layers and with all weights gathered."""
 
         def gathered(param: ShardedParam) -> ShardedParam:
             layout = dataclasses.replace(param.layout, param=PartitionSpec(), accum=PartitionSpec())
@@ -260,7 +264,7 @@ class Pipeline:
 
         def tick(carry: Any, t: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
             received, waiting, outputs = carry
-            if n_waiting:  # the next repeat of this microbatch begins after the last microbatch
+            if n_waiting:  # a microbatch waits until the last one has passed the first stage
                 oldest = waiting[t % n_waiting]
                 waiting = waiting.at[t % n_waiting].set(received)
                 received = jnp.where(stage == 0, oldest, received)
@@ -284,7 +288,7 @@ class Pipeline:
         return jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, repeat * n, n), layers)
 
     def _zeros(self, pieces: Pieces, batches: Any) -> jax.Array:
-        """Return zeros like a microbatch's hidden states, marked as varying over the same axes."""
+        """Return zeros with the shape of a microbatch's hidden states, marked as varying."""
         first = jax.tree.map(lambda x: x[0], batches)
         shape = jax.eval_shape(lambda: pieces.embed(first, None))
         parallel = pieces.parallel
@@ -293,7 +297,7 @@ class Pipeline:
         return varying(zeros, frozenset(axes))
 
     def _sum_repeats(self, of_ticks: jax.Array, M: int) -> jax.Array:
-        """Sum the values of all ticks over this stage's repeats; return an array (M, B)."""
+        """Sum values (ticks, B) over this stage's v groups. Return an array (M, B)."""
         v, period = self.groups.n_repeats, max(M, self.groups.n_stages)
         stage = jax.lax.axis_index(self.axes)
         own = jax.lax.dynamic_slice_in_dim(of_ticks, stage, (v - 1) * period + M)
@@ -313,14 +317,14 @@ class Pipeline:
         return jnp.pad(x, ((0, -len(x) % self.groups.n_stages), *((0, 0),) * (x.ndim - 1)))
 
     def _share(self, batches: Any) -> Any:
-        """Return this stage's share of the microbatches: arrays (M, ...) become (M / S, ...)."""
+        """Return this stage's share of the microbatches, 1/S of each padded array (M, ...)."""
         stage, n = jax.lax.axis_index(self.axes), -(-len(batches.rows) // self.groups.n_stages)
         return jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(self._pad(x), stage * n, n), batches
         )
 
     def _gather(self, own: jax.Array, M: int) -> jax.Array:
-        """Gather the values of all microbatches (M, B) from all stages."""
+        """Return the values (M, B) of all microbatches, given this stage's share."""
         start = jax.lax.axis_index(self.axes) * len(own)
         every = jnp.zeros_like(own, shape=(len(own) * self.groups.n_stages, *own.shape[1:]))
         every = jax.lax.dynamic_update_slice_in_dim(every, own, start, 0)
@@ -329,11 +333,12 @@ class Pipeline:
     def _exchange(self, stored: jax.Array, dim: int | None) -> jax.Array:
         """Return the layers that this stage runs, in order, given the part that it stores.
 
-        These differ unless `groups.is_contiguous`. All-to-alls then exchange layers once per step.
+        Unless `groups.is_contiguous`, these differ, so stages exchange layers once per step.
 
         Args:
-            stored: L / S consecutive layers, or a part of each layer.
-            dim: the dim that is split over the stages, counted from the end, or None.
+            stored: L / S consecutive layers, a part of each layer, or all layers.
+            dim: the dim that is split over the stages, counted from the end. None: all layers are
+                stored.
         """
         if self.groups.is_contiguous:
             return stored

@@ -12,12 +12,12 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
     """Wrap a layer so that it saves less for its backward pass.
 
     Args:
-        remat: value of parallel.remat. `full` saves only the layer's input. `dots` saves the
-            results of linear layers and of reductions over `tensor`. `none` and `attention` leave
-            the layer unchanged, because `attention` is implemented by `without_scores` in
-            models/attention.py.
-        in_loop: whether the layer runs inside `jax.lax.scan`. XLA cannot merge recomputed
-            operations with the originals there, so no barrier is needed.
+        remat: value of parallel.remat. `full` saves only the layer's input. `dots` also saves the
+            outputs of linear layers and of collectives that sum over `tensor`. `none` and
+            `attention` leave the layer unchanged; `without_scores` in models/attention.py
+            implements `attention`.
+        in_loop: whether the layer runs inside `jax.lax.scan`. In a scan, XLA cannot merge
+            recomputed operations with the originals, so no barrier is needed.
     """
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -1,10 +1,10 @@
 """Ring attention (arXiv 2310.01889), for rows in the zigzag layout of `parallel.context`.
 
-Each device attends to one block of keys and values while it sends the block to the next device. A
-layer with a short window does not need the ring: each chunk fetches the keys of its window from the
-chunks before it.
+Each device attends to one block of keys and values while it sends the block to the next device.
+Layers with a short window do not use the ring. Instead, each chunk fetches the keys in its window
+from the chunks before it.
 
-The first half of a device's tokens is its early chunk, and the second half its late chunk.
+The first half of a device's tokens is its early chunk, and the second half is its late chunk.
 Everything here runs inside `jax.shard_map`. The argument `axes` holds the mesh axes that split the
 sequence.
 """
@@ -25,7 +25,7 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 
 
 class Queries(NamedTuple):
-    """Queries, and in the backward pass the inputs of their gradients."""
+    """Queries, and the values that the backward pass needs to compute their gradients."""
 
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`
@@ -43,15 +43,15 @@ class Keys(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Consecutive queries, and the consecutive keys that they may see."""
+    """A range of queries, and the range of keys that they may see."""
 
     first_query: int | jax.Array
     n_queries: int
     first_key: int | jax.Array
     n_keys: int
     n_before: int | None = None
-    """If not None, queries see no keys more than `n_before` tokens before their own. The keys must
-    then be those of the queries' tokens, preceded by `n_before` others."""
+    """If not None, a query sees its own key and at most `n_before` earlier keys. The keys must then
+    belong to the queries' tokens and to the `n_before` tokens before them."""
 
 
 def ring_attention(
@@ -65,10 +65,16 @@ def ring_attention(
     window: int | None,
     keys_BH: jax.Array | None,
 ) -> jax.Array:
-    """Compute attention for rows in the zigzag layout.
+    """Compute attention for rows in the zigzag layout, without dropout.
 
-    In layers with a window of up to half a row, each chunk fetches only the keys in its window. In
-    other layers, all keys and values are sent around the ring.
+    With n devices and T tokens per device, layers with a window of at most (n - 1) T / 2 + 1 tokens
+    fetch only the keys in their windows. Other layers send all keys and values around the ring.
+
+    Args:
+        visible_keys: makes the attention mask.
+        q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
+        q_at, k_at: positions of whole rows.
+        keys_BH: ignored.
 
     Returns:
         out_BTHK for this device's slice of the rows; see `Attention`.
@@ -116,13 +122,13 @@ def _ring_backward(axes, mask, saved, d_out_BTGK):
     queries = Queries(q_BTGK, q_at, d_out_BTGK, lse_BTG, delta_BTG)
 
     def add_gradients(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
-        # d_kvs: gradients of this device's block, and of the block whose gradients arrived last.
+        # d_kvs: gradients of this device's block, and of the block that was processed last.
         dq_BTGK, d_kvs = found
         d_kv = _zeros(jnp.stack(keys[:2]), lse_BTG.dtype)
         for chunks in pairs:
             pair = _pair_of_chunks(queries, keys, *chunks)
             dq_BTGK, d_kv = block_gradients(mask, queries, keys, pair, (dq_BTGK, d_kv))
-        if step > 1:  # a block's gradients follow it one step behind
+        if step > 1:  # add this block's gradients from the previous device
             *d_kvs, travelling = d_kvs
             d_kv += _send_to_next(travelling, axes)
         return dq_BTGK, [*d_kvs, d_kv]
@@ -147,7 +153,7 @@ def _around_ring(
 ) -> Any:
     """Apply `found = process(step, keys, visible_pairs, found)` to each block; return `found`.
 
-    The first block is this device's own. Each block is forwarded while it is processed.
+    The first block belongs to this device. Each block is processed while it is sent on.
     """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     kv = jnp.stack([k_BTGK, v_BTGK])
@@ -162,14 +168,16 @@ def _around_ring(
 
 
 def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
-    """Return the pairs of chunks (queries of device i, keys of `source`) with visible keys.
+    """Return the pairs (chunk of queries, chunk of keys) in which queries see keys.
 
     0 is a device's early chunk, and 1 is its late chunk. Every late chunk comes after all early
     chunks, and the late chunks are in reverse device order. In each step, all devices have the same
     number of pairs.
 
     Args:
-        step: number of times that the keys have been forwarded; 0 for a device's own keys.
+        step: number of times that the keys have been sent on; 0 for a device's own keys.
+        i: index of the device that holds the queries.
+        source: index of the device that the keys came from.
     """
     if step == 0:
         return [(0, 0), (1, 1), (1, 0)]  # `_merge` needs a chunk's own keys first
@@ -190,7 +198,7 @@ def _send_to_next(x: jax.Array, axes: Axes) -> jax.Array:
 def _merge(
     one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge two results of `attend_block`; each query must see a key in at least one block."""
+    """Merge two results of `attend_block`. Each query must have seen a key in one of them."""
     (out, lse), (other_out, other_lse) = one, other
     total = jnp.logaddexp(lse, other_lse)
     shares = (jnp.exp(x - total)[..., None] for x in (lse, other_lse))
@@ -232,9 +240,9 @@ def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
 
 
 def _from_chunk_before(x_2: jax.Array, axes: Axes) -> jax.Array:
-    """Return, for each chunk, the array (of keys and values) of the preceding chunk.
+    """Return the keys and values of the chunk before each of this device's two chunks.
 
-    The first chunk of the row gets zeros.
+    For the first chunk of a row, they are zeros.
     """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     early = jax.lax.ppermute(x_2[0], axes, [(d, d + 1) for d in range(n - 1)])
@@ -269,17 +277,16 @@ _attend_once.defvjp(_attend_once_forward, _attend_once_backward)
 
 
 def _nothing_seen(queries: Queries) -> tuple[jax.Array, jax.Array]:
-    """Return the initial `found` of `attend_block`, for queries that have seen no keys."""
+    """Return the `found` argument of `attend_block` for queries that have seen no keys."""
     out_BTGK = _zeros(queries.q_BTGK, _float32_or_64(queries.q_BTGK))
     return out_BTGK, jnp.full_like(out_BTGK[..., 0], -jnp.inf)
 
 
 def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return zeros with the shape of `x`.
+    """Return zeros with the shape of `x`, or NaN if the first element of `x` is not finite.
 
-    They are computed from `x`, because XLA for CPUs would otherwise allocate the zeros for all
-    blocks of a layer before processing the first block. If the first element of `x` is not finite,
-    they are NaN.
+    The zeros depend on `x`. Otherwise, XLA for CPUs would allocate the zeros for all blocks of a
+    layer before it processes the first block.
     """
     return jnp.broadcast_to(0 * x[(0,) * x.ndim].astype(dtype), x.shape)
 
@@ -289,13 +296,16 @@ def attend_block(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `found`, merged with the attention output for one block of keys.
 
-    Memory is O(T), because at most `QUERIES` queries are processed at a time.
+    At most `QUERIES` queries are processed at a time, if their number has a suitable divisor (see
+    `_split_pair`).
 
     Args:
         mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).
-        found: the output out_BTGK for the previous blocks, and the log-sum-exp lse_BTG of their
-            scores, in float32 (float64 for float64 operands). For a query that has not seen
-            any keys yet, they are 0 and -inf, and this block must contain a key that it sees.
+        pair: the queries to update, and the keys that they may see. Each of these queries must see
+            a key in this block or an earlier one.
+        found: the output out_BTGK for the earlier blocks, and the log-sum-exp lse_BTG of their
+            scores, in float32 (float64 for float64 operands). Without earlier blocks, they are 0
+            and -inf.
     """
     queries = _with_dependent_positions(queries)
     firsts, n_queries, n_keys = _split_pair(pair)
@@ -319,14 +329,14 @@ def attend_block(
 def block_gradients(
     mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `found` plus the gradients for one block of keys.
+    """Return `found` plus the gradients for one block of keys; see `attend_block`.
 
-    `queries.lse_BTG` and `queries.delta_BTG` are computed over all blocks, so that the gradients of
-    the blocks add up (arXiv 2205.14135, appendix B.2). For the other arguments, see `attend_block`.
+    `queries.lse_BTG` and `queries.delta_BTG` must be computed over all blocks. The sum of the
+    blocks' gradients is then the full gradient (arXiv 2205.14135, appendix B.2).
 
     Args:
-        found: dq_BTGK, and the gradients of the keys and values (2, B, S, G, K), in float32
-            (float64 for float64 operands).
+        found: gradients of the queries (B, T, G, K), and of the keys and values (2, B, S, G, K), in
+            float32 (float64 for float64 operands).
     """
     queries = _with_dependent_positions(queries)
     firsts, n_queries, n_keys = _split_pair(pair)
@@ -350,7 +360,7 @@ def block_gradients(
 
 
 def _scores(mask: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
-    """Return scores_BGTS and the mask."""
+    """Return scores_BGTS and the attention mask."""
     scores_BGTS = _einsum("BTGK,BSGK->BGTS", queries.q_BTGK, keys.k_BSGK) * _scale(keys)
     return scores_BGTS, mask(queries.at, keys.at)
 
@@ -372,8 +382,8 @@ def _float32_or_64(x: jax.Array) -> jnp.dtype:
 def _with_dependent_positions(queries: Queries) -> Queries:
     """Make the positions depend on the queries.
 
-    Otherwise, jax.checkpoint of a layer would keep the masks of all blocks, because they do not
-    depend on differentiated values.
+    Otherwise, the masks would not depend on differentiated values, and jax.checkpoint of a layer
+    would keep the masks of all blocks.
     """
     return jax.lax.optimization_barrier(queries)
 
@@ -381,11 +391,11 @@ def _with_dependent_positions(queries: Queries) -> Queries:
 def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
     """Split the queries of a pair into N equal parts of at most `QUERIES` queries.
 
-    If their number has no divisor from QUERIES / 8 to QUERIES, there is one part.
+    If the number of queries has no divisor from QUERIES / 8 to QUERIES, there is one part.
 
     Returns:
-        The first query of each part and the first key that it may see, int32 (N,). The numbers of
-        queries and keys per part.
+        Two arrays int32 (N,) with the first query of each part and the first key that the part may
+        see. The number of queries per part, and the number of keys per part.
     """
     T, S = pair.n_queries, pair.n_keys
     size = max(n for n in range(1, QUERIES + 1) if T % n == 0)
@@ -437,7 +447,7 @@ def _halves_at(at: Any) -> Any:
 
 
 def _slice_of(at: Any, axes: Axes, device: Any) -> Any:
-    """Select the positions of one device's tokens from those of the whole row."""
+    """Return the positions of one device's tokens, given the positions of the whole row."""
 
     def take(x: jax.Array) -> jax.Array:
         T = x.shape[-1] // jax.lax.axis_size(axes)

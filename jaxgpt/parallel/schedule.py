@@ -1,6 +1,6 @@
 """Schedules, which run the forward and backward passes of a step on its microbatches.
 
-A schedule runs inside `jax.shard_map`, so it sees only this device's shards. `ACCUMULATE` is the
+A schedule runs inside `jax.shard_map`, so its arrays are this device's shards. `ACCUMULATE` is the
 schedule for devices that hold all layers. See `pipeline.py` for pipeline schedules.
 """
 
@@ -37,7 +37,7 @@ class Objective(NamedTuple):
     accumulators. The gradient with respect to them is the gradient of the parameters, reduced and
     sharded like the accumulators."""
     scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
-    adds_in_place: bool = False  # whether the backward pass returns accumulators plus gradients
+    adds_in_place: bool = False  # True if gradients include the accumulators' values
 
 
 class Microbatches(NamedTuple):
@@ -53,7 +53,7 @@ class Microbatches(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The two functions that run a network on devices with all layers or only some of them."""
+    """Functions that run the network for evaluation and for training."""
 
     run_all_blocks: Callable[[Pieces, Any, jax.Array | None], tuple[jax.Array, dict[str, Any]]]
     """The forward pass, for evaluation: (pieces, batch, dropout key) -> (x_BTD after the network's
@@ -66,17 +66,19 @@ class Schedule(NamedTuple):
 def run_all_blocks(
     pieces: Pieces, batch: Any, key: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Run the embedding and all blocks on a device that holds all layers; see `Schedule`."""
+    """Run the embedding and all blocks on a device that holds all layers; see `Schedule`.
+
+    If `key` is None, there is no dropout.
+    """
     return pieces.run_blocks(pieces.embed(batch, key), batch, key)
 
 
 def accumulate(
     objective: Objective, params: Params, grad_accumulators: Params, microbatches: Microbatches
 ) -> tuple[Any, Params]:
-    """Sum the losses and gradients of one microbatch after another; see `Schedule`.
+    """Compute and sum the losses and gradients of the microbatches; see `Schedule`.
 
-    Per-row losses are returned in the order of the batch. `microbatches.n` must divide the number
-    of rows.
+    Per-row losses have the order of the batch. `microbatches.n` must divide the number of rows.
     """
     batch, n, key = microbatches
 

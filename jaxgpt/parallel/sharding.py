@@ -1,8 +1,7 @@
-"""Partition rules: which mesh axes each logical axis of the model is split over.
+"""Partition rules, which map the logical axes of the model to mesh axes.
 
-The model labels each dimension with its meaning (`embed`, `heads`, `mlp`, ...). The rules below map
-these logical axes to mesh axes. A ZeRO stage (arXiv 1910.02054) is a choice of rules for the
-parameters, the gradients and the optimizer state.
+The model labels each dimension with a logical axis (`embed`, `heads`, `mlp`, ...). A ZeRO stage
+(arXiv 1910.02054) determines the rules for the parameters, the gradients and the optimizer state.
 """
 
 import math
@@ -23,34 +22,34 @@ LOGICAL_AXES = (*HEAD_DIMS, "embed", "head_dim", "layers", "parts")
 
 
 def tensor_rules() -> Rules:
-    """Return the rules without ZeRO.
+    """Return the rules for arrays that are not sharded over `fsdp`.
 
-    They split `HEAD_DIMS` over `tensor`, and layers over the axes with the role `splits_layers`.
+    They split `HEAD_DIMS` over `tensor`, and layers over pipeline stages.
     """
     heads = dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
     return heads | {"layers": axes_with("splits_layers")}
 
 
 def fully_sharded_rules() -> Rules:
-    """Return the rules with ZeRO: `tensor_rules`, plus a rule that splits `embed` over `fsdp`."""
+    """Return `tensor_rules` with an additional rule that splits `embed` over `fsdp`."""
     return tensor_rules() | {"embed": axes_with("shards_parameters")}
 
 
 def parameter_rules(zero_stage: int) -> Rules:
-    """Return the rules for the parameters between steps."""
+    """Return the rules for the parameters between steps, at ZeRO stage 0, 1, 2 or 3."""
     return fully_sharded_rules() if zero_stage >= 3 else tensor_rules()
 
 
 def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
-    At stages 2 and 3, each microbatch's gradient is reduce-scattered, and the accumulators are
-    sharded over `fsdp`. At stages 0 and 1, or with `reduces_once`, they are not. After the last
-    microbatch, `zero.reduce_gradients` reduces them to the sharding of the optimizer state
-    (`opt_state_rules`).
+    At stages 2 and 3 without `reduces_once`, each microbatch's gradient is reduce-scattered, so the
+    accumulators are sharded over `fsdp`. At stages 0 and 1 and with `reduces_once`, they are not.
+    After the last microbatch, `zero.reduce_gradients` gives the gradients the sharding of the
+    optimizer state (`opt_state_rules`).
 
     Args:
-        reduces_once: whether gradients are accumulated and parallel.reduce_every=step.
+        reduces_once: `Config.reduces_once`.
         in_host: whether parallel.offload=state. Accumulators in host memory always have the
             sharding of the optimizer state, because each gradient is reduced before it is added.
     """
@@ -60,25 +59,30 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
 
 
 def opt_state_rules(zero_stage: int) -> Rules:
-    """Return the rules for the optimizer state and for the gradients that the optimizer uses."""
+    """Return the rules for the optimizer state and for the gradients that the optimizer gets."""
     return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
 def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
-    """Return whether a replicated weight receives a partial gradient on each `tensor` rank.
+    """Return whether each `tensor` rank computes only a partial gradient of a replicated weight.
 
-    It does if `tensor` does not divide the vocabulary or the number of key-value heads. So do the
-    query and key norms (`head_dim`), which each rank applies only to its own heads. `spec` is the
-    weight's `PartitionSpec`. With a single `tensor` rank, the result is meaningless.
+    This applies to weights with a vocabulary or key-value heads that `tensor` does not divide. It
+    also applies to the query and key norms (`head_dim`), which each rank applies only to its own
+    heads. With a single `tensor` rank, the result is meaningless.
+
+    Args:
+        axes: the weight's logical axes.
+        spec: the weight's `PartitionSpec`, with an entry for each dim.
     """
     is_split = split_dim(spec, axes_with("splits_heads")) is not None
     return not is_split and any(axis in (*HEAD_DIMS, "head_dim") for axis in axes)
 
 
 def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
-    """Return the dim that is split over any of these mesh axes, or None.
+    """Return the first dim that is split over any of these mesh axes; None if there is none.
 
-    The dim is negative, so that it is the same for stacked layers and for a single layer.
+    The index is negative, so that it is the same for stacked layers and for a single layer. `spec`
+    must have an entry for each dim.
     """
     for dim in range(-len(spec), 0):
         if set(jax.tree.leaves(spec[dim])) & set(mesh_axes):
@@ -91,10 +95,11 @@ def partition_spec(
 ) -> PartitionSpec:
     """Return the spec of one array, without mesh axes of size 1.
 
-    A dim not divisible by its mesh axes is replicated.
+    A dim is replicated if its size is not divisible by the number of devices along its mesh axes.
+    If the number of layers is not divisible by the number of stages, one of the `HEAD_DIMS` is
+    also split over the stages, if possible.
 
-    If the stages do not divide the number of layers, one of the `HEAD_DIMS` of each layer is split
-    over them instead, if possible.
+    Example, with more than one device along both mesh axes:
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     PartitionSpec('fsdp', 'tensor')
@@ -115,11 +120,11 @@ def partition_spec(
 
 
 def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | None = None) -> Any:
-    """Return a `NamedSharding` for every weight in a tree.
+    """Return a tree with the `NamedSharding` of every weight.
 
     Args:
         weights: tree whose leaves have `axes` and a `shape`, such as `models.weights.Weight`.
-        memory_kind: memory kind of the weights, such as `pinned_host`; None: the device's default.
+        memory_kind: memory of the weights, such as `pinned_host`; None means device memory.
     """
 
     def sharding(weight: Any) -> NamedSharding:
@@ -132,9 +137,8 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a warning for each dim that is replicated because its mesh axes do not divide it.
 
-    Equal warnings about several weights are merged. The number of layers is not checked, because
-    stages may hold different numbers of layers. The arguments are those of `weight_shardings`,
-    except `memory_kind`.
+    If several weights have the same dim, there is one warning. The number of layers is not checked,
+    because stages may hold different numbers of layers. For the arguments, see `weight_shardings`.
     """
     found = set()
     for w in jax.tree.leaves(weights):
@@ -147,7 +151,7 @@ def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of token IDs (B, T+1): rows are split over the batch axes."""
+    """Return the sharding of token IDs (B, T+1), whose rows are split over the batch axes."""
     axes = axes_with("splits_batch")
     n = math.prod(mesh.shape[axis] for axis in axes)
     return NamedSharding(mesh, partition_spec(("batch", None), (n, 1), {"batch": axes}, mesh.shape))

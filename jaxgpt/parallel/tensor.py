@@ -19,7 +19,7 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """How this device shares the model with other devices; by default, it holds the whole model.
+    """The parallelism of a network on this device; by default, the device holds the whole model.
 
     Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
     `tensor`. Outside these tensor-parallel regions, sequence parallelism (arXiv 2205.05198) splits
@@ -27,27 +27,28 @@ class ParallelContext:
     """
 
     tensor: int = 1  # number of devices that split the heads
-    tensor_axes: tuple[str, ...] = ()  # mesh axes that split the heads
-    sequence_axes: tuple[str, ...] = ()  # mesh axes that split the sequence of a batch
+    tensor_axes: tuple[str, ...] = ()  # mesh axes of size > 1 that split the heads
+    sequence_axes: tuple[str, ...] = ()  # mesh axes of size > 1 that split each sequence
     sequence_parallel: bool = False
     regather_in_backward: bool = False
     """Gather weights and activations again in the backward pass, instead of keeping the gathered
     arrays of all layers in memory."""
-    on_cpu: bool = False  # whether the devices are CPUs, which need no layout constraints
+    on_cpu: bool = False  # whether the devices are CPUs; if so, no layout constraints are used
     matmul: Callable[[jax.Array, jax.Array, int], jax.Array] = matmul
     """Kernel of the linear layers, such as `kernels.linear.matmul`."""
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
-        """Return a parameter ready for use; a `ShardedParam` is all-gathered."""
+        """Return a `ShardedParam` all-gathered, and an array unchanged."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
-        """Return this device's part of x W, contracted over the last n dims of x.
+        """Return this device's part of x W, in x's dtype.
 
-        `kernel` is W (an array or a `ShardedParam`). With sequence parallelism, x is all-gathered
-        over T first.
+        With sequence parallelism, x (B, T, ...) is first all-gathered over T.
 
         Args:
+            kernel: this device's part of W, as an array or a `ShardedParam`.
+            n: number of dims to contract, the last dims of x and the first dims of W.
             parts: return a tuple of the slices along the first output dim, as `matmul_parts` does.
         """
 
@@ -66,10 +67,10 @@ class ParallelContext:
         return (jax.checkpoint(multiply) if self.regather_in_backward else multiply)(x, kernel)
 
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
-        """Return x W, contracted over the last n dims of x, which are split like W's inputs.
+        """Return x W, in x's dtype, given this device's part of the input dims of x and W.
 
-        `kernel` is W (an array or a `ShardedParam`). Partial products are summed over `tensor`:
-        all-reduced, or reduce-scattered over T with sequence parallelism.
+        Partial products are all-reduced over `tensor`. With sequence parallelism, they are
+        reduce-scattered over T. `kernel` and `n` are as in `column_parallel_matmul`.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
@@ -81,8 +82,8 @@ class ParallelContext:
     def copy_to_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Enter a tensor-parallel region before a column-parallel weight (Megatron-LM's `f`).
 
-        With sequence parallelism, x is all-gathered over T. Without it, only the backward pass
-        communicates.
+        With sequence parallelism, x is all-gathered over T. Otherwise, x is returned unchanged, and
+        only the backward pass communicates.
         """
         if self.tensor == 1:
             return x_BTD
@@ -93,8 +94,7 @@ class ParallelContext:
     def reduce_from_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Leave a tensor-parallel region after a row-parallel weight (Megatron-LM's `g`).
 
-        Partial sums are reduce-scattered over T with sequence parallelism, and otherwise
-        all-reduced.
+        Partial sums are all-reduced. With sequence parallelism, they are reduce-scattered over T.
         """
         if self.tensor == 1:
             return x_BTD
@@ -103,29 +103,33 @@ class ParallelContext:
         return jax.lax.psum(x_BTD, self.tensor_axes)
 
     def psum(self, x: Any) -> Any:
-        """Return the sum over `tensor`."""
+        """Return the sum of each array in a tree over `tensor`."""
         return jax.lax.psum(x, self.tensor_axes) if self.tensor > 1 else x
 
     def pmax(self, x: jax.Array) -> jax.Array:
-        """Return the maximum over `tensor`, without a gradient."""
+        """Return the elementwise maximum over `tensor`, without a gradient."""
         x = jax.lax.stop_gradient(x)
         return jax.lax.pmax(x, self.tensor_axes) if self.tensor > 1 else x
 
     def tensor_offset(self, n: int) -> Any:
-        """Return the global index of this device's first element; each `tensor` rank has n."""
+        """Return the global index of this device's first element, with n per `tensor` rank."""
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
         """Return the first of this device's T positions outside tensor-parallel regions.
 
-        In the zigzag layout of a ring, a device's positions are not consecutive, and the result is
-        not valid.
+        This does not support a ring's zigzag layout, where a device's positions are not
+        consecutive.
         """
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)
 
     def local_positions(self, positions_T: jax.Array) -> jax.Array:
-        """Return the positions (..., T) that this device holds outside tensor-parallel regions."""
+        """Return this device's positions outside tensor-parallel regions.
+
+        With sequence parallelism, they are one of `tensor` equal slices of `positions_T` (..., T).
+        Otherwise, they are all of `positions_T`.
+        """
         if not self.sequence_parallel:
             return positions_T
         T = positions_T.shape[-1] // self.tensor
@@ -134,12 +138,12 @@ class ParallelContext:
     def local_vocab_shard(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """Return this device's rows of a vocabulary table, and the token ID of the first row.
 
-        A table that is replicated because `tensor` does not divide V is padded and split into equal
-        shards.
+        If the table is replicated because `tensor` does not divide V, it is padded with zeros and
+        split into equal shards.
 
         Args:
-            w_VD: the device's shard of the table, or the whole table of V rows.
-            V: number of rows of the whole table.
+            w_VD: this device's shard of the table, or the whole table if it is replicated.
+            V: number of rows in the whole table.
         """
         if w_VD.shape[0] == V and self.tensor > 1:  # replicated, because `tensor` does not divide V
             rows = -(-V // self.tensor)
@@ -149,7 +153,7 @@ class ParallelContext:
 
 
 def _offset(axes: tuple[str, ...], n: int) -> Any:
-    """Return the global index of this device's first element; each device along `axes` has n."""
+    """Return the global index of this device's first element, with n per device along `axes`."""
     return jax.lax.axis_index(axes) * n if axes else 0
 
 

@@ -21,7 +21,7 @@ from jaxgpt.parallel.sharding import split_dim
 
 @dataclasses.dataclass(frozen=True)
 class ParamLayout:
-    """The sharding of a parameter and its gradient. Specs omit mesh axes of size 1."""
+    """The sharding and dtypes of a parameter and its gradient. Specs omit mesh axes of size 1."""
 
     param: PartitionSpec  # the parameter between steps
     accum: PartitionSpec  # its gradient accumulator
@@ -30,8 +30,8 @@ class ParamLayout:
     gather_dtype: str  # dtype of the parameter when it is gathered and used
     reduce_dtype: str  # dtype of gradients when they are communicated
     host_terms: int = 0
-    """Number of gradients that are added in host memory: microbatches times slices. Each is reduced
-    over devices before it is added. 0 if the parameter is in device memory."""
+    """Number of gradients that are added in host memory (microbatches times slices), or 0 if the
+    parameter is in device memory. Each gradient is reduced over devices before it is added."""
 
     @property
     def mesh_axes(self) -> frozenset[str]:
@@ -54,12 +54,13 @@ class ShardedParam:
 
 
 def all_gather_param(param: ShardedParam) -> jax.Array:
-    """Cast a parameter to `gather_dtype` and all-gather it over `fsdp`.
+    """Cast a parameter to `gather_dtype`, and all-gather it if it is sharded over `fsdp`.
 
-    The backward pass returns the gradient with respect to `grad_accumulator`, in float32, and none
-    with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded over
-    `fsdp`. If `layout.host_terms` is not 0, it is reduced and moved to host memory instead, after
-    adding the accumulator if there is more than one term.
+    The backward pass returns the float32 gradient with respect to `grad_accumulator`, but no
+    gradient with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded
+    over `fsdp`. If `layout.host_terms` is not 0, the gradient is instead reduced as in
+    `reduce_gradients` and moved to host memory. If `layout.host_terms` is more than 1, the
+    accumulator is added first.
     """
     return _all_gather(param.shard, param.grad_accumulator, param.layout)
 
@@ -97,11 +98,15 @@ _all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     """Return this device's parameter shards and zero-initialised gradient accumulators.
 
-    `params` is a tree of arrays, and `layouts` has the `ParamLayout` of each. The accumulators are
-    float32, with the spec `layout.accum`. If `layout.host_terms` is not 0, they are in host memory.
+    The accumulators are float32 arrays with the spec `layout.accum`. They are in host memory if
+    `layout.host_terms` is not 0.
 
     The parameters are marked as varying along the mesh axes over which their gradients are partial.
     Otherwise, `shard_map` would sum the gradients over these axes in every backward pass.
+
+    Args:
+        params: tree of this device's shards.
+        layouts: tree with the `ParamLayout` of each parameter.
     """
 
     def zero_accumulator(param: jax.Array, layout: ParamLayout) -> jax.Array:
@@ -122,11 +127,12 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Sum accumulated gradients over devices, once per step, and shard them by `layout.grad`.
+    """Return the sums over devices of accumulated gradients, with the sharding `layout.grad`.
 
-    If `layout.grad` is sharded over `fsdp`, they are reduce-scattered over it first, unless the
-    backward pass has already done so, and the all-reduce over the other axes sends only a shard.
-    With parallel.offload=state, the backward pass has already reduced them, so do not call this.
+    If `layout.grad` is sharded over `fsdp`, gradients are first reduce-scattered over `fsdp`,
+    unless the backward pass has already done so. The all-reduce over the other axes then sends only
+    a shard. With parallel.offload=state, the backward pass has already reduced the gradients, so do
+    not call this.
     """
     return jax.tree.map(
         lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),
