@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 
 def drop_elements(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
-    """Return x with random elements set to 0 and the others divided by 1 - `rate`.
+    """Return x with random elements set to 0, and all other elements divided by 1 - `rate`.
 
-    The result has x's shape (at least one dim) and floating dtype. `rate` (from 0 to 1) is the
-    probability that an element is set to 0. It is rounded to a multiple of 2^-16, at most 1 -
-    2^-16.
+    x is a floating-point array with at least one dim, and the result has the same shape and dtype.
+    Each element is set to 0 with probability `rate` (from 0 to 1), which is rounded to a multiple
+    of 2^-16 and limited to 1 - 2^-16.
     """
     *rest, n = x.shape
     words = jax.random.bits(key, (*rest, -(-n // 2)), jnp.uint32)

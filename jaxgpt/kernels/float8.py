@@ -1,10 +1,10 @@
-"""Matmul of activations and weights in FP8 (8-bit floating point), with train.matmul_dtype=float8.
+"""Matmul of activations and weights in FP8 (8-bit floating point), for train.matmul_dtype=float8.
 
 Each tensor has one scale. Activations and weights are rounded to E4M3, and gradients to E5M2 (arXiv
 2209.05433), which has a larger range but a shorter mantissa.
 
 A matmul is written as `_dequantize(a) @ _dequantize(b)`. On GPUs with FP8, XLA replaces this with
-cublasLt's FP8 matmul. Other devices emulate FP8 by computing the expression as written; the results
+cublasLt's FP8 matmul. Other devices emulate FP8 by computing the expression as written. The results
 differ only in the order of summation.
 """
 
@@ -32,14 +32,13 @@ class Quantized(NamedTuple):
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
     """Round x to an FP8 dtype, after multiplying it by the largest power of two that fits.
 
-    Scaling by a power of two adds no rounding error. Only very small elements lose accuracy,
-    because they become subnormal or 0. In E4M3, these are the elements below 1/14,000 of the
-    largest.
+    Scaling by a power of two adds no rounding error, unless elements become subnormal or 0. In
+    E4M3, this happens only to elements below 1/14,000 of the largest one.
 
     Inside `shard_map`, each device scales its own part of x, so no communication is needed. Scales
     are divided out before partial products are summed over devices.
 
-    If x contains NaN or infinity, every product with it is NaN.
+    If x contains NaN or infinity, all elements of a product with x are NaN.
     """
     largest = jnp.maximum(jnp.abs(x).max().astype(jnp.float32), 1e-30)
     factor = float(jnp.finfo(dtype).max) / largest
@@ -56,7 +55,8 @@ def _dequantize(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
 
-    The two matmuls of the backward pass also use FP8, and x and W are kept for it in FP8.
+    The result has x's dtype. The backward pass also multiplies in FP8, and keeps only the FP8
+    values of x and W.
     """
     return _forward(x, w, n)[0]
 
@@ -83,14 +83,14 @@ float8_matmul.defvjp(_forward, _backward)
 
 
 def check_float8(platform: str, capability: float) -> list[str]:
-    """Return a warning if the devices emulate FP8.
+    """Return a list with a warning if the devices emulate FP8; otherwise, an empty list.
 
     Args:
         platform: `jax.Device.platform` of the devices.
-        capability: CUDA compute capability of the devices.
+        capability: CUDA compute capability of the devices; 0 if they are not NVIDIA GPUs.
 
     Raises:
-        UsageError: if the devices are GPUs without FP8.
+        UsageError: if the devices are GPUs, but not NVIDIA GPUs with FP8.
     """
     if platform != "gpu":
         return ["train.matmul_dtype=float8 is emulated on these devices, which makes steps slower"]

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W, contracted over the last n >= 1 dims of x and the first n dims of W.
 
-    The result has the remaining dims of x, followed by those of W. x and W must have the same
-    dtype, which is also the dtype of the result. Only reverse-mode differentiation is supported.
+    The result has the remaining dims of x, followed by the remaining dims of W. x and W must have
+    the same dtype, which is also the dtype of the result. Only reverse-mode differentiation is
+    supported.
 
-    The gradient of W is a single matmul that returns the dims in W's order. JAX's gradient of
+    The gradient of W is a single matmul, whose result has the dims in W's order. JAX's gradient of
     `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose activations.
     """
     return _forward(x, w, n)[0]
@@ -44,12 +45,11 @@ matmul.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_parts(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, ...]:
-    """Return the slices of `matmul(x, w, n)` along its first output dim, as separate arrays.
+    """Return the slices of `matmul(x, w, n)` along the first output dim, as separate arrays.
 
-    Each slice is computed by a separate matmul. cuDNN attention needs q, k and v in contiguous
-    arrays, and copying them out of one result would move 2% more bytes in a step of `gpt2` on an
-    H100. The gradient is computed as in `matmul`, because separate matmuls would not save anything
-    there.
+    A separate matmul computes each slice. cuDNN attention needs q, k and v in contiguous arrays.
+    Copying them out of a single result would move 2% more bytes in a step of `gpt2` on an H100. The
+    gradient is computed as in `matmul`, because separate matmuls would not save any copies there.
     """
     return _parts_forward(x, w, n)[0]
 

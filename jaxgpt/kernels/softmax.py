@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 
 def max_and_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return m = max(x) and sum(exp(x - m)) over the last axis, without a gradient.
+    """Return m = max(x) and sum(exp(x - m)) over the last axis of x.
 
-    If all elements are -inf, the sum is unspecified.
+    For x (..., V), the results have shape (...) and x's dtype. This function is not meant to be
+    differentiated. If all elements are -inf, the sum is unspecified.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 
@@ -21,7 +22,7 @@ def _in_two_passes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_one_pass(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merge the (maximum, sum) pairs of parts of x (arXiv 1805.02867, section 3.1)."""
+    """Merge (maximum, sum) pairs of parts of x (arXiv 1805.02867, section 3.1)."""
 
     def merge(
         a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]

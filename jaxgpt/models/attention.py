@@ -1,4 +1,4 @@
-"""Causal self-attention: a table of kernels, the choice of a kernel, and implementations."""
+"""Causal self-attention kernels, and the choice of a kernel."""
 
 import functools
 import itertools
@@ -31,7 +31,8 @@ class TokenPositions(NamedTuple):
     """Positions and document numbers of tokens."""
 
     positions: jax.Array  # within the document: int32 (T,) if equal in all rows, else (B, T)
-    segments: jax.Array | None = None  # document number within the row, (B, T); None: one document
+    segments: jax.Array | None = None
+    """Document number within the row, int32 (B, T). None means one document per row."""
 
     def block(self, part: slice) -> "TokenPositions":
         """Return the positions and segments of a slice of the tokens."""
@@ -39,8 +40,8 @@ class TokenPositions(NamedTuple):
 
 
 # (q_BTHK, k_BSGK, v_BSGK, query positions, key positions, window, dropout keys_BH or None) ->
-# out_BTHK. Query head h uses key-value head h G // H. A query attends to the last `window` keys of
-# its document, up to its own position, or to all of them if `window` is None. All kernels except
+# out_BTHK. Query head h uses key-value head h G // H. A query attends to the keys of its document
+# up to its own position, or only to the last `window` of these keys. All kernels except
 # `xla_attention` and `_scanned_attention` assume that queries and keys belong to the same tokens,
 # in the same order.
 Attention = Callable[
@@ -50,7 +51,7 @@ Attention = Callable[
 
 
 def cuda_capability(device: jax.Device) -> float:
-    """Return the compute capability of an NVIDIA GPU, such as 9.0; 0 for any other device."""
+    """Return the compute capability of an NVIDIA GPU, such as 9.0. For other devices, return 0."""
     try:
         return float(getattr(device, "compute_capability", 0))
     except ValueError:  # AMD GPUs report a name, such as gfx90a
@@ -58,7 +59,7 @@ def cuda_capability(device: jax.Device) -> float:
 
 
 class AttentionSetting(NamedTuple):
-    """The settings that determine which attention kernels can run."""
+    """Settings that determine which attention kernels can run."""
 
     config: ModelConfig
     dtype: str  # train.dtype
@@ -74,9 +75,9 @@ class Kernel(NamedTuple):
     obstacle: Callable[[AttentionSetting], str | None]  # why the kernel cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
     reason: str  # the kernel's advantage, for the log line
-    min_T: int = 0  # below this block size, `auto` skips the kernel, except on GPUs with a mask
-    max_masked_T: float = math.inf  # above this block size, `auto` skips it if there is a mask
-    stores_scores: bool = False  # whether it keeps T x T scores in memory
+    min_T: int = 0  # `auto` skips the kernel below this block size, except on GPUs with a mask
+    max_masked_T: float = math.inf  # with a document mask, `auto` skips the kernel above this size
+    stores_scores: bool = False  # whether the kernel keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
     """Make a kernel with the same memory use, which `jaxgpt.plan` can compile on a CPU.
 
@@ -186,8 +187,7 @@ def _first_kernel(setting: AttentionSetting) -> str:
 def stores_scores(config: ModelConfig) -> bool:
     """Return whether attention keeps T x T scores in memory.
 
-    The devices are not known here, so `auto` is treated as the kernel that it would choose on a
-    CPU.
+    If model.attention=auto, this is the answer for a CPU without a document mask.
 
     Raises:
         UsageError: if model.attention names an unknown kernel.
@@ -199,11 +199,9 @@ def stores_scores(config: ModelConfig) -> bool:
 
 
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
-    """Return a warning if `auto` cannot choose cuDNN attention on an NVIDIA GPU that supports it.
+    """Return a warning if `auto` does not choose cuDNN attention on a GPU that supports it.
 
-    Args:
-        kernel: name of the chosen kernel.
-        reason: the reason for the choice; see `choose_attention`.
+    `kernel` and `reason` are the results of `choose_attention`.
 
     Returns:
         A list with the warning, or an empty list.
@@ -229,11 +227,11 @@ def causal_attention(
     """Compute attention in up to four blocks of queries, skipping the keys after each block.
 
     Queries and keys must belong to the same tokens, in the same order. With n blocks, only
-    (n + 1) / 2n of the T x T scores are computed, and fewer with a window. This saves 6% of a
+    (n + 1) / 2n of the T x T scores are computed, or fewer with a short window. This saves 6% of a
     `shakespeare_char` step on a CPU. Dropout masks depend on the block boundaries.
 
     Args:
-        dropout: rate at which attention weights are dropped if `keys_BH` is given.
+        dropout: rate at which attention weights are dropped, unless `keys_BH` is None.
         attend: function that computes the attention of one block, by default `xla_attention`.
 
     Returns:
@@ -279,11 +277,12 @@ def xla_attention(
 ) -> jax.Array:
     """Return out_BTHK = softmax(q k^T / sqrt(K)) v, with the mask that `visible_keys` returns.
 
-    H must be a multiple of G. The softmax is computed in float32. The result has v's dtype.
+    H must be a multiple of G, and each query must see a key. The softmax is computed in float32
+    (float64 for float64 operands). The result has v's dtype.
 
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.
-        dropout: rate at which attention weights are dropped if `keys_BH` is given.
+        dropout: rate at which attention weights are dropped, unless `keys_BH` is None.
         block: number of the query block. Blocks with equal `keys_BH` need different numbers, so
             that their dropout masks differ.
     """
@@ -311,8 +310,8 @@ def inner_products(q_BTHK: jax.Array, k_BSHK: jax.Array) -> jax.Array:
 
     The scores are in float32 (float64 for float64 operands).
 
-    For bfloat16 operands, JAX would compute the gradients with float32 matmuls. A step of `gpt2`
-    with model.attention=xla would then move 7% more bytes on an H100.
+    For bfloat16 operands, JAX's own gradient would use float32 matmuls. A step of `gpt2` with
+    model.attention=xla would then move 7% more bytes on an H100.
     """
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)  # float64 for float64 operands
     return jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=dtype)
@@ -339,7 +338,8 @@ inner_products.defvjp(_inner_products_forward, _inner_products_backward)
 def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None) -> jax.Array:
     """Return the attention mask: bool (T, S), or (B, 1, T, S) with a document mask.
 
-    A query sees a key if the key is not later, is within `window`, and is in the same segment.
+    A query sees a key if the key is not later, belongs to the same segment (with a document mask),
+    and is fewer than `window` positions away (unless `window` is None).
     """
     distance = q_at.positions[..., :, None] - k_at.positions[..., None, :]
     is_seen = distance >= 0
@@ -352,7 +352,7 @@ def visible_keys(q_at: TokenPositions, k_at: TokenPositions, window: int | None)
 
 
 def _repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
-    """Return x_BSHK: the keys or values of G heads, each repeated for H / G query heads."""
+    """Return x_BSHK, where each of the G heads is repeated for H / G query heads."""
     G = x_BSGK.shape[2]
     return x_BSGK if G == H else jnp.repeat(x_BSGK, H // G, axis=2)
 
@@ -360,7 +360,7 @@ def _repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
 def _distinct_scales(head_size: int) -> Iterator[float]:
     """Yield distinct Python floats that round to the same float32, 1 / sqrt(head_size).
 
-    This holds for the first 20,000 floats and for every head size that cuDNN supports.
+    At least the first 20,000 floats do so, for every head size that cuDNN supports.
 
     If calls of the deterministic kernel are identical, for example in different layers, XLA handles
     only one of them (github.com/openxla/xla/pull/46500). Different scales make the calls distinct.
@@ -385,7 +385,7 @@ def _cudnn_attention(
 
     Args:
         keys_BH: ignored, because the kernel does not support dropout.
-        scales: factors for the scores; each call takes the next one. None: 1 / sqrt(K).
+        scales: iterator over factors for the scores, one for each call. None means 1 / sqrt(K).
 
     Returns:
         out_BTHK; see `Attention`.
@@ -407,9 +407,12 @@ def _cudnn_attention(
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     """Compute `causal_attention` with at most `BLOCK` queries at a time, in O(T) memory.
 
-    The backward pass recomputes the scores. `operands` are the arguments of an `Attention`. If
-    the sequence length has no suitable divisor (for example, if it is prime), more queries are
-    processed at a time.
+    The backward pass recomputes the scores. If a block of `causal_attention` cannot be divided well
+    (see `_scanned_attention`), more queries are processed at a time, which takes more memory.
+
+    Args:
+        operands: the arguments of an `Attention`.
+        dropout: rate at which attention weights are dropped, unless `keys_BH` is None.
     """
     return causal_attention(*operands, dropout=dropout, attend=_scanned_attention)
 
@@ -457,7 +460,7 @@ def _scanned_attention(
 
 
 def without_scores(attend: Attention) -> Attention:
-    """Return an attention function that recomputes its T x T scores in the backward pass.
+    """Return `attend` with a backward pass that recomputes the T x T scores.
 
     This is the selective activation recomputation of arXiv 2205.05198, section 5.
     """

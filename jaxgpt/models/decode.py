@@ -17,25 +17,25 @@ PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
+    """Keys and values of the last S positions, for all layers at one index of `layer_pattern`.
 
-    Position n is stored in slot n mod S, so with rotary embeddings a sequence may be longer than S.
-    Attention's matmuls need this order of dims; any other order would require a copy for every
-    token. If the layers are not scanned, this holds a tuple of arrays (G, K, S), because XLA would
-    copy each layer out of a stacked array.
+    Position n is stored in slot n mod S, so a sequence with rotary embeddings may be longer than S.
+    Attention's matmuls need this order of dims. Any other order would require a copy for every
+    token. If the layers are not scanned, the cache consists of tuples of arrays (G, K, S), because
+    XLA would copy each layer out of a stacked array.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
     v_LGKS: jax.Array | tuple[jax.Array, ...]
-    starts_S: jax.Array  # for each slot, where its token's document starts: int32 (S,)
+    starts_S: jax.Array  # position at which the document of each slot's token begins: int32 (S,)
 
 
 class Cache(NamedTuple):
     """The KV cache of one sequence."""
 
     layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
-    # For each of the last block_size positions, the start of the document that the next token
-    # belongs to: int32 (block_size,), with slots as in `LayerCache`.
+    # For each of the last block_size tokens, the position at which the document of the token after
+    # it begins: int32 (block_size,), with slots as in `LayerCache`.
     next_starts_S: jax.Array
 
 
@@ -45,8 +45,8 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
     Args:
         dtype: dtype of the keys and values.
         scan_layers: whether the layers are scanned; see `LayerCache`.
-        tensor: number of devices that share the heads. If it does not divide the number of
-            key-value heads, the cache stores one key-value head per query head.
+        tensor: number of devices that share the heads. If the number of key-value heads is not
+            divisible by `tensor`, the cache stores one key-value head per query head.
     """
     G = config.kv_heads if config.kv_heads % tensor == 0 else config.n_head
     pattern, layers = layer_pattern(config), []
@@ -64,8 +64,8 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 class CachedAttention:
     """Attention in one layer, over cached and new tokens.
 
-    Each call writes the keys and values of the new tokens to `cache`. `layer` is the layer's index
-    in the cache.
+    Each call adds the keys and values of the new tokens to the attribute `cache`. `layer` is the
+    layer's index in the cache.
     """
 
     def __init__(self, cache: LayerCache, layer: Any, network: GPT):
@@ -81,7 +81,10 @@ class CachedAttention:
         window: int | None,
         keys_BH: None,
     ) -> jax.Array:
-        """Return out_1THK for T new tokens; see `models.attention.Attention`."""
+        """Return out_1THK for T new tokens; see `models.attention.Attention`.
+
+        If T is block_size, the new tokens attend only to one another, not to cached tokens.
+        """
         layer, T, S = self.layer, q_1THK.shape[1], self.cache.starts_S.size
         position = q_at.positions[0]
 
@@ -106,10 +109,11 @@ def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = N
     """Write new values to their slots along the last axis of `x_S`.
 
     Args:
-        x_S: array (..., S), or (L, ..., S) with `layer`.
-        new_T: array (..., T), or (1, ..., T) with `layer`. If T > S, only the last S are written.
+        x_S: array (..., S); if `layer` is not None, (L, ..., S).
+        new_T: array (..., T); if `layer` is not None, (1, ..., T). If T > S, only the last S values
+            are written.
         position: position of the first new value.
-        layer: index of the layer to write, if `x_S` is stacked over layers.
+        layer: index of the layer to write. None means that `x_S` is not stacked over layers.
 
     Returns:
         The updated array, with the shape of `x_S`.
@@ -133,7 +137,7 @@ def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = N
 def _slot_positions(S: int, n_read: Any) -> jax.Array:
     """Return the position stored in each slot after `n_read` tokens: int32 (S,).
 
-    For an empty slot, it is the largest int32, which no query attends to.
+    Empty slots have the largest int32 as position, so no query attends to them.
     """
     newest = n_read - 1
     positions_S = newest - (newest - jnp.arange(S)) % S
@@ -147,15 +151,15 @@ def decode_step(
 
     Args:
         cache: cache with the preceding tokens.
-        tokens_1T: int32 IDs of the new tokens, at most `PREFILL_CHUNK` or exactly block_size. If
-            T > 1, their positions must be below block_size.
+        tokens_1T: int32 IDs of the new tokens. T is at most `PREFILL_CHUNK`, or block_size for a
+            full block at position 0. If T > 1, all positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
-        last: index of the new token for which logits are returned. The tokens after it are padding.
+        last: index in `tokens_1T` of the last token. Tokens after this index are padding.
 
     Returns:
-        float32 logits_1V for the token after `last`, and the cache with the new tokens. V is the
-        padded vocabulary, or this device's shard of it.
+        float32 logits_1V for the token that follows the last token, and the cache with the new
+        tokens. V is the padded vocabulary, or this device's shard of it.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
     at, batch = TokenPositions(positions_T), input_batch(tokens_1T)
@@ -219,6 +223,6 @@ def unstack_layers(params: Params) -> Params:
     """Return the parameters with a separate array for each layer, for decoding without a scan.
 
     With stacked arrays, XLA would copy each layer's weights out of the stack in every iteration of
-    a decoding loop. The separate arrays double the memory of the layers.
+    a decoding loop. The separate arrays are copies, which double the memory of the layers.
     """
     return params | {"layers": jax.tree.map(PerLayer, params["layers"])}

@@ -1,8 +1,8 @@
 """Transformer layers, which label weights with logical axes and do not depend on the mesh.
 
-Each weight has metadata: the logical axis of each dim (`logical_axes`), its `role` and, for a
+The metadata of each weight are the logical axis of each dim (`logical_axes`), the `role` and, for a
 matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` lists all weights,
-and `parallel.sharding` maps their logical axes to mesh axes.
+and `parallel.sharding` maps the logical axes to mesh axes.
 """
 
 import math
@@ -23,7 +23,7 @@ from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
 INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of this to make them divisible
+VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of 128, so that devices can share them
 
 # (x, W, number of dims to contract) -> x W
 Multiply = Callable[..., Any]
@@ -47,7 +47,7 @@ class LayerBuilder:
     ) -> "Linear":
         """Return a column-parallel linear layer, whose outputs are split over `tensor`.
 
-        If `tensor` does not divide the outputs, they are replicated.
+        Outputs that are not divisible by `tensor` are replicated.
 
         Args:
             inputs: sizes of the input dims.
@@ -63,8 +63,8 @@ class LayerBuilder:
     ) -> "Linear":
         """Return a row-parallel linear layer, whose inputs are split over `tensor`.
 
-        Its output is added to the residual stream, which sums 2L such outputs. The initial weights
-        are therefore scaled by 1 / sqrt(2L), as in GPT-2.
+        The residual stream is the sum of 2L such outputs, so the initial weights are scaled by
+        1 / sqrt(2L), as in GPT-2.
 
         Args:
             inputs: sizes of the input dims.
@@ -72,8 +72,8 @@ class LayerBuilder:
             axes: logical axes of all dims of the weight, inputs first.
 
         Raises:
-            UsageError: if `tensor` does not divide the first input dim. Each device would then hold
-                all inputs, and the all-reduce would count them several times.
+            UsageError: if `tensor` does not divide the first input dim. Each device would then
+                compute the whole product, and the all-reduce would add it several times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
@@ -84,9 +84,9 @@ class LayerBuilder:
         return Linear(self, inputs, outputs, axes, std, self.parallel.row_parallel_matmul)
 
     def norm(self) -> LayerNorm | RMSNorm:
-        """Return the norm layer over D selected by model.norm.
+        """Return the norm layer over D that model.norm selects.
 
-        Its scale is replicated, because gathering it would cost more than sharding it saves.
+        The scale is replicated, because gathering it would cost more than sharding it saves.
         """
         if self.config.norm != "layernorm":
             return self.rms_norm(self.config.n_embd, None)
@@ -105,7 +105,7 @@ class LayerBuilder:
 
         Args:
             size: size of the last dim.
-            axis: logical axis of the scale; if None, it is replicated.
+            axis: logical axis of the scale. None means that the scale is replicated.
         """
         norm = RMSNorm1p if self.config.norm == "rmsnorm_1p" else RMSNorm
         return norm(
@@ -135,7 +135,11 @@ class LayerBuilder:
 
 
 class Linear(nnx.Module):
-    """Linear layer x W + b. W has shape (*inputs, *outputs) and may be sharded along its `axes`."""
+    """Linear layer x W + b, with a bias only if model.bias or `use_bias` is set.
+
+    W has shape (*inputs, *outputs), b has shape outputs, and both are float32 parameters. The
+    result has the compute dtype.
+    """
 
     def __init__(
         self,
@@ -170,23 +174,23 @@ class Linear(nnx.Module):
         return tuple(self.add_bias(y, b) for y, b in zip(ys, self.bias.get_value(), strict=True))
 
     def add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
-        """Return y + bias, added in float32 so that the bias's gradient is also a float32 sum."""
+        """Return y + bias in the compute dtype.
+
+        The addition uses float32, so that the bias's gradient is a float32 sum.
+        """
         return (y + bias).astype(self.dtype)
 
 
 class LayerKind(NamedTuple):
     """Attention options that may differ between layers."""
 
-    window: int | None  # number of positions a query attends to, including its own; None if all
+    window: int | None  # positions that a query attends to, including its own; None means all
     rope_theta: float  # RoPE base
     rope_scaling: tuple[float, ...]  # values of model.rope_scaling
 
 
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the repeating pattern of layer kinds.
-
-    If all layers are of the same kind, it has a single entry.
-    """
+    """Return the repeating pattern of layer kinds; a single entry if all layers are the same."""
     everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
     local = everywhere._replace(window=config.sliding_window)
     if config.local_rope_theta is not None:
@@ -245,10 +249,10 @@ class SelfAttention(nnx.Module):
         return self.out(out_BTHK)  # +t -> T/s: B/b T/s D
 
     def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return q_BTHK, k_BTGK and v_BTGK for this device's heads and all positions.
+        """Return q_BTHK, k_BTGK and v_BTGK for this device's heads.
 
-        If `tensor` does not divide the number of key-value heads, each query head gets a copy of
-        its key-value head, so that G = H.
+        T includes the positions of all `tensor` ranks. If `tensor` does not divide the number of
+        key-value heads, each query head gets a copy of its key-value head, so that G = H.
         """
         if self.qkv is not None:
             q_BTHK, k_BTHK, v_BTHK = self.qkv.parts(x_BTD)
@@ -270,13 +274,13 @@ class SelfAttention(nnx.Module):
 def embedding(
     n_rows: int, config: ModelConfig, rngs: nnx.Rngs, role: str, axis: str | None
 ) -> nnx.Embed:
-    """Return an embedding table with `n_rows` rows of n_embd elements.
+    """Return a float32 embedding table with `n_rows` rows of n_embd elements.
 
-    A vocabulary table is padded with rows of zeros to `padded_vocab_size`.
+    If `axis` is `vocab`, the table is padded with rows of zeros to `padded_vocab_size`.
 
     Args:
         role: role of the weight, such as `token_embedding`.
-        axis: logical axis of the rows: `vocab` or None.
+        axis: logical axis of the rows, `vocab` or None.
     """
     n_padded = padded_vocab_size(n_rows) if axis == "vocab" else n_rows
 
@@ -294,12 +298,12 @@ def embedding(
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return the row count of a vocabulary table: `vocab_size` rounded up to a multiple of 128."""
+    """Return `vocab_size` rounded up to a multiple of 128, the row count of a vocabulary table."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
-    """Fold each number into each row's key. Return keys_BN, or None if `keys_B` is None."""
+    """Fold each number into each row's key. Returns keys_BN, or None if `keys_B` is None."""
     if keys_B is None:
         return None
     fold_in = jax.random.fold_in

@@ -1,7 +1,4 @@
-"""The output layer and the cross-entropy loss, computed for all tokens at once or in chunks.
-
-The vocabulary may be split over devices.
-"""
+"""The output layer and the cross-entropy loss, computed for all tokens at once or in chunks."""
 
 import functools
 from typing import Any, NamedTuple
@@ -15,18 +12,18 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Sums of losses in nats, so the values for parts of a batch can be added."""
+    """Losses in nats, as sums over targets, so the values for parts of a batch can be added."""
 
     loss: jax.Array  # weighted cross-entropy: float32 scalar
-    rows: dict[str, jax.Array]  # float32 (B,) by name: `loss` (cross-entropy) and other row metrics
-    aux: dict[str, jax.Array]  # auxiliary losses of the blocks: see `mlp.AuxLosses`
+    rows: dict[str, jax.Array]  # float32 (B,): weighted cross-entropy (`loss`), other row metrics
+    aux: dict[str, jax.Array]  # auxiliary losses of the blocks; see `mlp.AuxLosses`
 
 
 class TokenScores(NamedTuple):
     """The loss and the most likely token at each position."""
 
     losses_BT: jax.Array  # weighted -log p(target) in nats, float32
-    likeliest_BT: jax.Array  # the token with the largest logit, int32; if tied, the lowest ID
+    likeliest_BT: jax.Array  # int32 ID of the token with the largest logit; if tied, the lowest ID
 
 
 class OutputLayer(NamedTuple):
@@ -40,8 +37,8 @@ class OutputLayer(NamedTuple):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits_BTV in float32 for this device's vocabulary shard; padding is -inf.
 
-        Logits are rounded to the operands' dtype, as in nanoGPT and llm.c. Writing and reading them
-        in float32 would move 7% more bytes in a GPT-2 step on a GPU.
+        Logits are rounded to the operands' dtype, as in nanoGPT and llm.c. With unrounded logits, a
+        GPT-2 step on a GPU would move 7% more bytes.
         """
         logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, self.w_VD)  # B/b T V/t
         logits_BTV = logits_BTV.astype(jnp.float32)
@@ -53,7 +50,7 @@ class OutputLayer(NamedTuple):
     def losses(
         self, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the weighted loss of each target (B, T), and this device's logits_BTV.
+        """Return the weighted loss of each target, float32 (B, T), and this device's logits_BTV.
 
         A target with weight 0 has a loss of 0, even if its cross-entropy is not finite.
         """
@@ -69,14 +66,14 @@ def cross_entropy(
     vocab_offset: Any = 0,
     parallel: ParallelContext = NO_PARALLELISM,
 ) -> jax.Array:
-    """Return -log softmax(logits)[target] in nats, shape (B, T).
+    """Return -log softmax(logits)[target] in nats, float32 (B, T).
 
     Devices that share the vocabulary communicate only three arrays of shape (B, T): the maximum of
     the logits, the sum of their exponentials, and the target's logit (arXiv 1909.08053, section 3).
 
     Args:
         logits_BTV: the float32 logits of this device's vocabulary shard.
-        targets_BT: token IDs.
+        targets_BT: int32 token IDs.
         vocab_offset: token ID of the shard's first logit.
     """
     return _cross_entropy_forward(logits_BTV, targets_BT, vocab_offset, parallel)[0]
@@ -121,15 +118,20 @@ def loss_parts(
     output: OutputLayer,
     chunk: int,
 ) -> LossParts:
-    """Return the weighted cross-entropy, summed over all targets.
+    """Return the weighted cross-entropy, summed over all targets and over each row's targets.
+
+    To add metrics of the logits, extend this function (train/README.md).
 
     Args:
-        chunk: maximum number of tokens to process at a time, which limits the memory for logits. If
-            0, all tokens are processed at once.
+        x_BTD: the output layer's input.
+        targets_BT: int32 token IDs.
+        weights_BT: float32 weight of each target.
+        output: the output layer.
+        chunk: maximum number of tokens to process at a time, which limits the memory for logits. 0
+            means all tokens at once.
 
     Returns:
-        `LossParts`, where `rows["loss"]` is the sum over each row. To add metrics of the logits,
-        extend this function (train/README.md).
+        `LossParts` without auxiliary losses. `rows` has only `loss`.
     """
 
     def loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset):
@@ -155,7 +157,7 @@ def score_tokens(
     output: OutputLayer,
     chunk: int,
 ) -> TokenScores:
-    """Return the scores of all targets; the arguments are those of `loss_parts`."""
+    """Return the scores of all targets. For the arguments, see `loss_parts`."""
 
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
         losses_N, logits_NV = output.losses(*part)
@@ -168,10 +170,7 @@ def score_tokens(
 
 
 def _likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
-    """Return the token ID of the largest logit, or the lowest such ID if tied: int32 (B, T).
-
-    The vocabulary may be split over devices.
-    """
+    """Return the token ID of the largest logit; if tied, the lowest such ID: int32 (B, T)."""
     largest_BT = output.parallel.pmax(logits_BTV.max(axis=-1))
     ids_V = jnp.asarray(output.vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
     is_largest_BTV = logits_BTV == largest_BT[..., None]
@@ -180,7 +179,7 @@ def _likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
 
 
 def _split_chunks(arrays_BT: Any, chunk: int) -> Any:
-    """Reshape arrays (B, T, ...) to (P, N, ...): P equal chunks of N <= `chunk` tokens.
+    """Split arrays (B, T, ...) into P equal chunks of N <= `chunk` tokens: (P, N, ...).
 
     P is as small as possible. The last chunk is padded with zeros, so padding tokens have weight 0.
     The last array must have the shape (B, T).
@@ -198,17 +197,17 @@ def _split_chunks(arrays_BT: Any, chunk: int) -> Any:
 
 
 def _merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
-    """Undo `_split_chunks` for per-token values: reshape (P, N) to (B, T) and drop the padding."""
+    """Undo `_split_chunks` for one value per token: return arrays (B, T) without the padding."""
     B, T = shape
     return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[: B * T].reshape(B, T), values_PN)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
-    """Process P chunks one after another; return the sum of `loss_of` and the auxiliary results.
+    """Apply `loss_of` to one chunk after another. Return the sum of losses, and the other results.
 
-    Each chunk's gradient is computed together with its loss. Logits are computed only once, and
-    only one chunk's logits exist at a time.
+    Each chunk's gradient is computed together with its loss, so logits are computed only once. Only
+    one chunk's logits are in memory at a time.
     """
 
     def add(total, part):

@@ -1,4 +1,4 @@
-"""The MLPs for `model.mlp`, and their activation functions."""
+"""The MLPs that `model.mlp` selects, and their activation functions."""
 
 import functools
 import math
@@ -12,9 +12,9 @@ from jaxgpt.config import UsageError
 from jaxgpt.models.layers import LayerBuilder
 
 # Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
-# experts. It is a sum over the row's tokens, and is equal on all devices along the `tensor` axis.
-# The step adds its mean over all tokens of the global batch to the mean cross-entropy of the
-# targets.
+# experts. Each loss is a sum over the row's tokens, and is equal on all devices along the `tensor`
+# axis. The step adds the mean of each loss over all tokens of the global batch to the mean
+# cross-entropy of the targets.
 AuxLosses = dict[str, jax.Array]
 
 
@@ -34,7 +34,10 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """Gated MLP down(activation(gate(x)) * up(x)), arXiv 2002.05202; one matmul for gate and up."""
+    """Gated MLP down(activation(gate(x)) * up(x)), with F hidden units (arXiv 2002.05202).
+
+    One matmul computes both gate(x) and up(x).
+    """
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
@@ -49,7 +52,7 @@ class GatedMLP(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(activation: Callable[[jax.Array], jax.Array], both_BT2F: jax.Array) -> jax.Array:
-    """Return activation(gate) * up, computed in float32 and rounded once, like `gelu`.
+    """Return activation(gate) * up with shape (B, T, F), computed in float32 and rounded once.
 
     `both_BT2F` holds gate and up. For the backward pass, only this array is kept. JAX's own
     gradient would also keep float32 arrays, so a step of `llama3.2-1b` on an H100 would move 8%
@@ -89,7 +92,7 @@ def gelu(x: jax.Array) -> jax.Array:
     """Return x Phi(x), elementwise (arXiv 1606.08415), where Phi is the standard normal CDF.
 
     The result is computed in float32 and rounded once. In bfloat16, 1 + erf would be 0 below x =
-    -3.1. `jax.nn.gelu(x, approximate=False)` uses erfc instead of erf. With it, a step of
+    -3.1. `jax.nn.gelu(x, approximate=False)` uses erfc instead of erf. With erfc, a step of
     `shakespeare_char_cpu` takes 8% longer, and a step of `gpt2` on an H100 moves 9% more bytes.
     """
     x_float32 = x.astype(jnp.float32)
@@ -98,9 +101,9 @@ def gelu(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def erf(x: jax.Array) -> jax.Array:
-    """Return the error function, elementwise.
+    """Return the error function of x, elementwise.
 
-    Its derivative is defined here, because differentiating `jax.lax.erf` inside `shard_map` raises
+    The derivative is defined here, because differentiating `jax.lax.erf` inside `shard_map` raises
     an error in JAX 0.12.0.
     """
     return jax.lax.erf(x)
@@ -132,7 +135,7 @@ MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
 def make_mlp(build: LayerBuilder) -> nnx.Module:
     """Return the MLP that `model.mlp` selects.
 
-    Raises `UsageError` for an unknown name, or if `tensor` does not divide F.
+    Raises `UsageError` if the name is unknown, or if `tensor` does not divide F.
     """
     name = build.config.mlp
     if name not in MLPS:

@@ -9,15 +9,16 @@ import numpy as np
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotation angles, in float32, for F = K/2 pairs at each position."""
+    """Float32 cosines and sines of the rotation angles of F = K/2 pairs at each position."""
 
     cos_TF: jax.Array  # (T, F), or (B, T, F) if positions differ between rows
     sin_TF: jax.Array
 
     def __call__(self, x_BTHK: jax.Array) -> jax.Array:
-        """Rotate the pairs (i, i + K/2) of each head, in float32; return the result in x's dtype.
+        """Rotate the pairs (i, i + K/2) of each head. Return the result in x's shape and dtype.
 
-        Hugging Face pairs elements in the same way. Llama's original code pairs 2i with 2i + 1.
+        The computation uses float32. Hugging Face pairs elements in the same way. Llama's original
+        code pairs 2i with 2i + 1.
         """
         # Building the array [-second, first] instead makes a CPU step 7% slower.
         first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
@@ -29,7 +30,7 @@ class Rotation(NamedTuple):
 def make_rotation(
     head_size: int, positions_T: jax.Array, theta: float, scaling: tuple[float, ...]
 ) -> Rotation:
-    """Return the rotation for queries and keys at `positions_T`, of shape (T,) or (B, T).
+    """Return the rotation of queries and keys at positions (T,) or (B, T).
 
     For the other arguments, see `rope_frequencies`.
     """
@@ -42,13 +43,14 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
     """Return the angle per position, in radians, of each of the K/2 pairs: float32 (K/2,).
 
     Args:
-        head_size: K.
+        head_size: K, an even number.
         theta: RoPE base.
         scaling: values of model.rope_scaling; an empty tuple means no scaling. A single factor
             divides all frequencies. Four values are Llama 3.1's factor, low_freq_factor,
-            high_freq_factor and original_max_position. Frequencies are divided by the factor if
-            their wavelength exceeds original_max_position / low_freq_factor, unchanged if it is
-            below original_max_position / high_freq_factor, and interpolated in between.
+            high_freq_factor and original_max_position. Long wavelengths (above
+            original_max_position / low_freq_factor) are multiplied by the factor. Short wavelengths
+            (below original_max_position / high_freq_factor) do not change. In between, the
+            frequencies are interpolated.
     """
     frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if len(scaling) == 1:

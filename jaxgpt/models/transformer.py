@@ -1,13 +1,14 @@
-"""A transformer in flax.nnx, written as equations. `ParallelContext` handles communication.
+"""A transformer in flax.nnx, written as equations. A `ParallelContext` handles communication.
 
 Shapes: B batch, T sequence, D embed, H heads, G key-value heads, K head dim, F mlp, V vocab, L
 layers. The weights of the L blocks are stacked along a leading `layers` axis.
 
 Comments such as `B/b T/s D` give the sharding of an activation. `b` stands for the mesh axes that
-split the batch. `t` stands for the mesh axes that split heads, F and V. With sequence parallelism,
-`s` equals `t`; otherwise, T is not split. `+t` marks partial sums over `t`. `T/s -> T` is an
-all-gather with sequence parallelism, and communicates nothing without it. `+t -> T/s` is a
-reduce-scatter with sequence parallelism, and an all-reduce without it.
+split the batch. `t` stands for the mesh axes that split heads, F and V. `s` equals `t` with
+sequence parallelism, and is empty without it. `+t` marks partial sums over `t`. With sequence
+parallelism, `T/s -> T` is an all-gather, and `+t -> T/s` is a reduce-scatter. Otherwise, `T/s -> T`
+does nothing, and `+t -> T/s` is an all-reduce. If the sequence is split over `context`, T is the
+number of positions per device.
 """
 
 import functools
@@ -75,7 +76,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The network, in three pieces: `embed`, `run_blocks` and `head_loss`."""
+    """The network, which consists of the pieces `embed`, `run_blocks` and `head_loss`."""
 
     def __init__(
         self,
@@ -96,22 +97,22 @@ class GPT(nnx.Module):
 
         Args:
             config: the model options, with `vocab_size` set.
-            dtype: compute dtype. Logits are rounded to it and returned as float32.
+            dtype: compute dtype. Logits are rounded to this dtype and returned as float32.
             attend: attention function from `attention.KERNELS`, by default the `xla` kernel.
             parallel: how this device shares the model with other devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
             remat: value of parallel.remat.
-            end_of_text: token that ends a document; attention then stays within documents. If None,
-                each row is one document, so all rows have the same positions.
-            loss_chunk: value of train.loss_chunk.
+            end_of_text: ID of the token that ends a document; attention then stays within
+                documents. If None, each row is one document, so all rows have the same positions.
+            loss_chunk: value of train.loss_chunk, a number of tokens.
             keeps_tables: gather the token embedding once, and reuse it in all three pieces. This is
                 valid only if the network is created, used and dropped within one trace.
-            stacked: like `nnx.vmap`: converts a function (key -> block) to a function (L keys -> L
-                stacked blocks).
+            stacked: converts a function (key -> block) to a function (L keys -> L stacked blocks).
             rngs: random keys for the initial parameters.
 
-        Raises `UsageError` if `config.vocab_size` is None, if `config.mlp` is unknown, or if
-        `parallel.tensor` does not divide H or F.
+        Raises:
+            UsageError: if `config.vocab_size` is None, if `config.mlp` is unknown, or if
+                `parallel.tensor` does not divide H or F.
         """
         if config.vocab_size is None:
             raise UsageError(
@@ -141,7 +142,7 @@ class GPT(nnx.Module):
             self.head = nnx.data(embedding(V, config, rngs, "output_embedding", "vocab"))
 
     def __call__(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return logits_BTV in float32 over the padded vocabulary; the padding has logits of -inf.
+        """Return logits_BTV in float32 over the padded vocabulary; logits of the padding are -inf.
 
         If the vocabulary is split over devices, V is this device's shard.
 
@@ -152,9 +153,10 @@ class GPT(nnx.Module):
         return self.head_logits(x_BTD)
 
     def embed(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
-        """Return x_BTD, the input of the first block: token plus position embeddings, with dropout.
+        """Return the first block's input, x_BTD in the compute dtype.
 
-        Position embeddings are added only if model.position=learned.
+        It is the sum of token embeddings and (if model.position=learned) position embeddings, with
+        dropout.
 
         Args:
             key: dropout key; None disables dropout.
@@ -191,15 +193,15 @@ class GPT(nnx.Module):
 
         Args:
             key: dropout key; None disables dropout.
-            layers: index of this device's first layer, and the index after its last layer. Further
-                blocks are padding and have no effect. If the second index is None, there is no
-                padding.
+            layers: index of this device's first layer, and the index after its last layer. Blocks
+                after the last layer are padding and have no effect. If the second index is None,
+                there is no padding.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
-            `measures_blocks`, the second result maps each of the L layers (`000`, `001`, ...) to
-            the sum of squares (B,) of the block's output over this device's positions, or to zeros
-            for a layer of another device.
+            `measures_blocks`, the second result instead has a float32 array (B,) for each of the L
+            layers (`000`, `001`, ...): the sum of squares of the block's output over this device's
+            positions, or zeros if another device holds the layer.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
@@ -226,7 +228,7 @@ class GPT(nnx.Module):
         return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:
-        """Return the weighted loss, summed over the targets of this device's part of the batch."""
+        """Return the weighted loss, summed over this device's part of the batch (`loss_parts`)."""
         x_BTD, output = self.last_norm(x_BTD), self.output_layer
         return loss_parts(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
 
@@ -248,7 +250,10 @@ class GPT(nnx.Module):
 
     @property
     def token_table(self) -> tuple[jax.Array, Any]:
-        """This device's rows of the token embedding, and the token ID of the first row."""
+        """This device's rows of the token embedding, and the token ID of the first row.
+
+        See `vocab_shard`.
+        """
         if self.keeps_tables:
             return self._kept_token_table
         return self.vocab_shard(self.token_embedding)
@@ -266,14 +271,17 @@ class GPT(nnx.Module):
     def vocab_shard(self, table: nnx.Embed) -> tuple[jax.Array, Any]:
         """Return this device's rows of a vocabulary table, and the token ID of the first row.
 
-        The rows have the compute dtype.
+        The rows are an array (V, D) in the compute dtype.
         """
         w_VD = gather_params(table, self.parallel).embedding[...].astype(self.dtype)
         V = padded_vocab_size(self.config.vocab_size)
         return self.parallel.local_vocab_shard(w_VD, V)
 
     def positions(self, batch: Batch) -> TokenPositions:
-        """Return the tokens' positions and, with a document mask, their segments."""
+        """Return the positions (T,) of the tokens.
+
+        With a document mask, return the positions and segments (B, T).
+        """
         if self.end_of_text is not None:
             return TokenPositions(batch.positions, batch.segments)
         return TokenPositions(batch.positions[0])
@@ -295,7 +303,7 @@ class GPT(nnx.Module):
     ) -> jax.Array | None:
         """Return keys_NB, a dropout key for each number and row, or None if there is no dropout.
 
-        Keys depend on the row number in the global batch, but not on the device.
+        Keys depend on the row's number in the global batch, but not on the device.
         """
         if key is None or self.config.dropout == 0:
             return None
@@ -308,9 +316,9 @@ class GPT(nnx.Module):
         """Apply `carry, out = run(block, place, carry, x)` to each layer on this device, in order.
 
         Args:
-            run: function of the block, its index in `layer_pattern` (`place`), the carry, and x.
+            run: function of a layer's block, index in `layer_pattern` (`place`), input and x.
             carry: input of the first layer.
-            of_layers: arrays with x for all layers, stacked along the leading axis.
+            of_layers: tree of arrays with x for all layers, stacked along the leading axis.
 
         Returns:
             The last carry, and `out` for all layers, stacked along the leading axis.
@@ -356,23 +364,23 @@ class GPT(nnx.Module):
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outs, last)
 
     def last_norm(self, x_BTD: jax.Array) -> jax.Array:
-        """Apply the final norm, and return the output layer's input, with T not split."""
+        """Apply the final norm. Return the output layer's input, with T not split over `tensor`."""
         x_BTD = gather_params(self.norm, self.parallel)(x_BTD)  # B/b T/s D
         return self.parallel.copy_to_tensor_region(x_BTD)  # T/s -> T: B/b T D
 
 
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
-    """Return the network's `GraphDef` for `nnx.merge`; `options` are keyword arguments of `GPT`.
+    """Return the network's `GraphDef` for `nnx.merge`, without allocating parameters.
 
-    Raises whatever `GPT` raises.
+    `options` are keyword arguments of `GPT`. Raises `UsageError` like `GPT`.
     """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 
 def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
-    """Return the module with its parameters all-gathered, except the matrices of `Linear` layers.
+    """Return the module with all-gathered parameters, except for the matrices of `Linear` layers.
 
-    The matmuls of `ParallelContext` gather each matrix just before they use it.
+    The matmuls of `ParallelContext` gather these matrices.
     """
     graph, params = nnx.split(module)
 
@@ -385,9 +393,9 @@ def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
 
 
 def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return rows_BTD of w_VD, this device's shard; tokens outside the shard yield zeros.
+    """Return rows_BTD of this device's shard w_VD, in its dtype. Tokens of other shards get zeros.
 
-    `tokens_BT` are token IDs minus the ID of the shard's first row.
+    `tokens_BT` are int32 token IDs minus the ID of the shard's first row.
     """
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
     # Use float32, because a row's gradient is a sum over all occurrences of its token.

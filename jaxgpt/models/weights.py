@@ -1,4 +1,4 @@
-"""The name, shape, logical axes and role of every weight. This is the only list of weights."""
+"""The list of all weights, with the name, shape, logical axes and role of each weight."""
 
 import functools
 import math
@@ -14,7 +14,8 @@ from jaxgpt.parallel.sharding import LOGICAL_AXES, LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
-# Embeddings used only for lookups. A tied token embedding is also the output layer's matrix.
+# Embeddings that are used only for lookups, unless the token embedding is also the output layer's
+# matrix.
 LOOKED_UP_ROLES = ("token_embedding", "position_embedding")
 
 
@@ -24,10 +25,10 @@ class Weight:
 
     name: str  # path in states and checkpoints, such as `layers/attention/qkv/kernel`
     shape: tuple[int, ...]
-    axes: LogicalAxes  # meaning of each dim; the first is `layers` if stacked over layers
+    axes: LogicalAxes  # logical axis of each dim; `layers` is first if the weight is in the layers
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
-    n_inputs: int = 0  # number of input dims, which a matmul contracts; 0 for a vector
-    n_padding: int = 0  # number of zero rows at the end, which pad a vocabulary
+    n_inputs: int = 0  # number of dims that a matmul or a lookup contracts; 0 for a vector
+    n_padding: int = 0  # number of zero rows at the end of a vocabulary table
 
     @property
     def size(self) -> int:
@@ -45,10 +46,10 @@ class Weight:
 
     @property
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of the stacked dims, the input dims and the output dims.
+        """The indices of the stacked dims, of the input dims and of the output dims.
 
-        Each index into the stacked dims selects a separate matrix: one per layer and, in weights
-        such as `qkv`, one per part (queries, keys or values).
+        A weight has a separate matrix for each layer and, if it has parts (such as `qkv`), for each
+        part. The stacked dims distinguish these matrices.
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
         others = tuple(i for i in range(len(self.shape)) if i not in stacked)
@@ -56,12 +57,12 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: as in nanoGPT, only to matrices and embeddings."""
+        """True for matrices and embeddings, which have weight decay, as in nanoGPT."""
         return self.role not in VECTOR_ROLES
 
     @property
     def gather_dtype(self) -> str | None:
-        """Dtype of the weight when it is gathered and used. None means the compute dtype.
+        """Dtype in which the weight is gathered and used: `float32`, or None for the compute dtype.
 
         Biases, norm scales and position embeddings stay in float32.
         """
@@ -70,12 +71,12 @@ class Weight:
 
 @functools.cache
 def weights(config: ModelConfig) -> Params:
-    """Return the `Weight` of every parameter, in a nested dict that mirrors the parameters.
+    """Return the `Weight` of every parameter, in a nested dict like that of the parameters.
 
-    No parameter is allocated. `config.vocab_size` must be set.
+    No parameter is allocated. The result is cached, so do not modify it.
 
     Raises:
-        UsageError: if an option such as model.mlp names an unknown layer, or if a weight has an
+        UsageError: if `config.vocab_size` is None, if model.mlp is unknown, or if a weight has an
             unknown logical axis.
     """
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
@@ -101,23 +102,19 @@ def weights(config: ModelConfig) -> Params:
 
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:
-    """Return the matrices inside the layers; each is stacked over all layers.
+    """Return the matrices inside the layers, each stacked over all layers.
 
-    `config.vocab_size` must be set. Raises `UsageError` like `weights`.
+    Raises `UsageError` like `weights`.
     """
     return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Count the parameters, excluding vocabulary padding. `config.vocab_size` must be set.
+    """Return the total number of parameters, and the number without lookup embeddings.
 
-    Returns:
-        (total, non-embedding): the second number excludes embeddings used only for lookups. These
-        are the position embeddings and, with untied weights, the token embeddings. For GPT-2 it
-        equals the number that nanoGPT reports.
-
-    Raises:
-        UsageError: if an option or layer is invalid; see `weights`.
+    Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, with
+    untied weights, the token embeddings. For GPT-2, the second number is the one that nanoGPT
+    reports. Raises `UsageError` like `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -128,17 +125,17 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     """Estimate the bytes of float32 activations that the backward pass needs for one row.
 
-    Without remat, a layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv 2205.05198,
-    doubled because the paper's activations are 16-bit. P, for the matmuls, is 2 / D times the
-    number of elements in the layer's matrices (24 D in GPT-2). S, for the attention scores, is
-    5 H T if they are stored, and otherwise 0.
+    Without remat, each layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv
+    2205.05198, multiplied by 2 because the paper's activations are 16-bit. For the matmuls, P is
+    2 / D times the number of elements in the layer's matrices (24 D in GPT-2). For the attention
+    scores, S is 5 H T if they are stored, and otherwise 0.
 
     Args:
         model: with vocab_size set.
         with_logits: include the logits and their gradient, 8 T V bytes.
 
     Raises:
-        UsageError: if an option of the model names an unknown layer or attention kernel.
+        UsageError: if model.vocab_size is None, or if model.mlp or model.attention is unknown.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     logits = 8 * T * model.vocab_size if with_logits else 0
