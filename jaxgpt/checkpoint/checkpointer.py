@@ -1,4 +1,4 @@
-"""Sharded checkpoints, written by Orbax in the background and either complete or absent."""
+"""Sharded checkpoints, which Orbax writes in the background. Each is either complete or absent."""
 
 import contextlib
 import functools
@@ -55,14 +55,14 @@ class Save:
 
     step: int
     began: float  # `time.perf_counter()` when the save interrupted training
-    stalled: float = 0.0  # seconds that training waited before it could continue
+    stalled: float = 0.0  # seconds for which the save interrupted training
     error: Exception | None = None  # the reason why this process could not start the save
-    copy: Future[None] | None = None  # copy to the run directory, on process 0 only
+    copy: Future[None] | None = None  # copying to the run directory, on process 0 only
     is_logged: bool = False
 
 
 class Checkpoints:
-    """Saves and restores the state of one run, in `directory`/checkpoints.
+    """Saves and restores the state of one run, in the folder checkpoints of its run directory.
 
     Orbax writes in a background thread of each process, with barriers between the processes. If one
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
@@ -81,8 +81,8 @@ class Checkpoints:
         Args:
             directory: the run directory, which all processes share.
             config: the configuration of the run.
-            cluster: the processes that save together; if None, only this process.
-            on_saved: called on process 0 with the duration of each save in seconds.
+            cluster: the processes that save together. None means only this process.
+            on_saved: called on process 0 with the duration in seconds of each completed save.
         """
         self._directory, self._config = directory.absolute(), config
         self._cluster = cluster or ProcessGroup(launcher="none")
@@ -100,10 +100,12 @@ class Checkpoints:
     def open(self, tree: Tree) -> None:
         """Prepare for saving: remove interrupted saves, and create the folder in checkpoint.local.
 
-        `tree` has the arrays to save, or their shapes. All processes call this together. Raises
-        `UsageError` on all of them if the run directory has too little free space for a checkpoint,
-        if its free space cannot be determined, or if checkpoint.local cannot be written or is not
-        shared.
+        `tree` has the arrays to save, or their shapes. All processes call this together.
+
+        Raises:
+            UsageError: on every process, if the run directory has too little free space for a
+                checkpoint, if its free space cannot be determined, or if checkpoint.local cannot be
+                written or is not shared by all processes.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -115,8 +117,8 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """Return whether checkpoint.interval or checkpoint.interval_minutes requires a save now.
 
-        All processes call this together after each step. With checkpoint.interval_minutes, process
-        0 checks its clock every train.log_interval steps.
+        All processes call this together after each step. checkpoint.interval_minutes is checked
+        only every train.log_interval steps, on the clock of process 0.
         """
         checkpoint, train = self._config.checkpoint, self._config.train
         if should_run_every(step, checkpoint.interval):
@@ -129,21 +131,22 @@ class Checkpoints:
     def save(self, step: int, tree: Tree, meta: Mapping[str, Any]) -> None:
         """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
-        This first waits for any earlier save, but not for copying the previous checkpoint from
-        checkpoint.local, and removes any existing checkpoint of this step and the checkpoints that
-        the retention settings do not keep. If this save fails, the next `save`, `restore` or
-        `close` reports it; a failed copy may be reported one `save` later. All processes call this
-        together.
+        This first waits for earlier saves, except for the copy of the previous checkpoint from
+        checkpoint.local to the run directory. It then removes any existing checkpoint of this step,
+        and starts removing the checkpoints that the retention settings do not keep.
+
+        If this save fails, the next `save`, `restore` or `close` reports it. A failed copy may be
+        reported one `save` later. All processes call this together.
 
         Args:
             step: the step after which `tree` was computed.
-            tree: the arrays.
-            meta: the other keys that `read_meta` describes; this method adds the step and the
-                checksums.
+            tree: the arrays, which must satisfy the conditions of `checksums`.
+            meta: the JSON that `read_meta` describes, without the step and the checksums.
 
-        Raises `UsageError` on all processes if an earlier save has failed and the run cannot
-        continue, because checkpoint.on_error=stop or because there is no complete checkpoint.
-        Raises `RuntimeError` if JAX fails.
+        Raises:
+            UsageError: on every process, if an earlier save has failed and the run cannot continue,
+                because checkpoint.on_error=stop or because there is no complete checkpoint.
+            RuntimeError: if JAX fails.
         """
         began = time.perf_counter()
         self._settle()
@@ -161,7 +164,10 @@ class Checkpoints:
         save.stalled = time.perf_counter() - began
 
     def check(self) -> None:
-        """On process 0, log newly completed checkpoints, and start copying local checkpoints."""
+        """On process 0, log newly completed checkpoints, and start copying local checkpoints.
+
+        On other processes, do nothing.
+        """
         if not self._cluster.is_main:
             return
         for save in (self._copying, self._writing):
@@ -177,16 +183,15 @@ class Checkpoints:
                     self._start_copy(save)
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Restore a checkpoint. Return its arrays, bit for bit, and its JSON.
+        """Return the arrays of a checkpoint, bit for bit, and its JSON (see `read_meta`).
 
-        `read_meta` describes the JSON. This first waits for saves in progress. All processes call
-        this together.
+        This first waits for saves in progress. All processes call this together.
 
         Args:
-            shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
+            shapes: tree of `jax.ShapeDtypeStruct`s with the shardings to restore onto.
 
         Raises:
-            DamagedCheckpoint: on every process, if any process finds damage.
+            DamagedCheckpoint: on every process, if any process finds damaged or missing files.
             UsageError: on every process, if a file is temporarily unreadable, if the JSON belongs
                 to another step, or if a save in progress fails and the run cannot continue without
                 it.
@@ -199,7 +204,7 @@ class Checkpoints:
     def remove_local_after(self, step: int) -> None:
         """Remove the local checkpoints after `step`, which a restart has abandoned.
 
-        Call this on process 0.
+        Does nothing without checkpoint.local. Errors are ignored. Call this only on process 0.
         """
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
@@ -207,10 +212,12 @@ class Checkpoints:
                     self._local.remove(later)
 
     def close(self, is_final: bool = True) -> None:
-        """Wait until all saves are on disk, and remove checkpoints like `save`.
+        """Wait for all saves, and remove the checkpoints that the retention settings do not keep.
 
-        All processes call this together. `is_final` means that no other save will follow. Raises
-        `UsageError` under the same conditions as `save`, and also if the final save failed.
+        All processes call this together. If `is_final`, the newest save is the run's last.
+
+        Raises:
+            UsageError: as for `save`, and also if the run's last save failed.
         """
         try:
             self._settle_all(is_final)
@@ -249,7 +256,7 @@ class Checkpoints:
         return directory / "checkpoints" / str(step)
 
     def _room_problem(self, tree: Tree) -> str:
-        """Return an error message if a checkpoint does not fit into the run directory, else ""."""
+        """Return an error message if a checkpoint may not fit into the run directory, else ""."""
         needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
         try:
             disk = shutil.disk_usage(self._directory)
@@ -279,7 +286,7 @@ class Checkpoints:
         return problem
 
     def _settle(self, is_final: bool = False) -> None:
-        """Wait for any save and copy in progress, and make all processes agree on the outcome.
+        """Wait for any save and copy in progress. All processes agree on the outcome.
 
         If a local checkpoint has been written, this starts copying it.
         """
@@ -339,7 +346,7 @@ class Checkpoints:
             # time since its folder was last modified.
             try:
                 age = time.time() - (self._folder / str(save.step)).stat().st_mtime
-            except OSError:  # the run directory has vanished; the next save reports it
+            except OSError:  # the run directory is gone; the next save reports this
                 age = 0.0
             seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
@@ -389,7 +396,7 @@ def _wait_for_copy(save: Save) -> str:
 
 
 def _first_cause(errors: list[str]) -> str:
-    """Return the cause of a failed save, given each process's error ("" for no error).
+    """Return the cause of a failed save, given the error of each process. "" means no error.
 
     Processes that waited at Orbax's barriers for the failed process report timeouts.
     """
@@ -407,17 +414,18 @@ def restore_params(
     shapes: Params,
     run_on_all: Callable[..., Any] | None = None,
 ) -> Params:
-    """Restore only the parameters of `step`, with the shapes and shardings of `shapes`.
+    """Return only the parameters of a checkpoint, with the shardings of `shapes`.
 
-    All processes whose devices hold the parameters call this together. With AdamW, the parameters
-    make up a third of a checkpoint. Nothing is written, so a run can be training in `directory`.
+    All processes whose devices hold the parameters call this together. This writes nothing, so a
+    run may be training in `directory` at the same time.
 
     Args:
-        shapes: `jax.ShapeDtypeStruct`s with the shardings to restore onto.
+        directory: a run directory, or the output of jaxgpt.convert.
+        shapes: tree of `jax.ShapeDtypeStruct`s with the shardings to restore onto.
         run_on_all: `ProcessGroup.run_on_all`, or None if only one process calls this.
 
     Raises:
-        DamagedCheckpoint: on every process, if any process finds damage.
+        DamagedCheckpoint: on every process, if any process finds damaged or missing files.
         UsageError: on every process, if a file is temporarily unreadable, or if the JSON belongs to
             another step.
         RuntimeError: if JAX fails, for example because it runs out of memory.
@@ -436,8 +444,7 @@ def _read(
 ) -> tuple[Tree, dict[str, Any]]:
     """Return the arrays of a checkpoint, verified against their checksums, and its JSON.
 
-    Raises `DamagedCheckpoint` if it is damaged, and `UsageError` if a file is temporarily
-    unreadable.
+    Raises the same errors as `restore_params`.
     """
     folder = (directory / "checkpoints" / str(step)).absolute()
     run_on_all = run_on_all or (lambda function: function())
@@ -474,9 +481,11 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     """Return this process's shards of the arrays.
 
     Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file is
-    temporarily unreadable, and `RuntimeError` for JAX errors, such as running out of memory. This
-    function calls Orbax's handler directly, because the handler does not wait for other processes,
-    so a failed process can report its error to them.
+    temporarily unreadable, and `RuntimeError` if JAX fails, for example because it runs out of
+    memory.
+
+    This function calls Orbax's handler directly. The handler does not wait for other processes, so
+    a failed process can report its error to them.
     """
     import orbax.checkpoint as ocp
 
@@ -503,13 +512,13 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs every save and also every error that it raises.
+    """Silence Orbax, which logs every save, and also every error that it raises.
 
-    This silences the process's absl and asyncio loggers and one warning, and replaces
+    This silences the absl and asyncio loggers of the process and one warning, and replaces
     `sys.unraisablehook`.
 
-    If one array fails, Orbax closes the event loop that the other arrays still use, and leaves
-    coroutines that are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.
+    If one array fails, Orbax closes the event loop that the other arrays still use, and some
+    coroutines are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):

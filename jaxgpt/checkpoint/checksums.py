@@ -23,12 +23,14 @@ HOST_CHUNK_ELEMENTS = 2**16  # limit on the host, so that a chunk fits in a core
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """Return the 32-bit checksum of each array, by its path (such as params/norm/scale).
+    """Return the 32-bit checksum of each array in a tree, by path (such as params/norm/scale).
 
     A checksum is the sum of hashes of each element's bits and position, modulo 2^32, so it does not
     depend on the sharding. Changing a single element always changes the checksum. All processes
-    call this together. There must be at least one array. Arrays must have at most 32 bits per
-    element, and `NamedSharding`s on the same mesh.
+    call this together.
+
+    There must be at least one array. Each array must have at least one element, 8 to 32 bits per
+    element, and a `NamedSharding`. All shardings must use the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums, found = sums_by_device([array for _, array in leaves]), {}
@@ -42,17 +44,16 @@ def checksums(tree: Any) -> dict[str, int]:
 def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
     """Return the contribution of each device's shard to the checksum of each array.
 
-    The result is a uint32 array of shape (devices, arrays), with devices in the order of the
-    flattened mesh. The arrays must satisfy the conditions of `checksums`. All processes call this
-    together.
+    The result is uint32 (devices, arrays), with devices in the order of the flattened mesh. The
+    arrays must satisfy the conditions of `checksums`. All processes call this together.
     """
     return np.asarray(_compiled(tuple(array.sharding for array in arrays))(arrays))
 
 
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
-    """Return a list of the devices that hold each shard, as indices into the flattened mesh.
+    """Return a list for each shard, with the devices that hold the shard.
 
-    The lists are sorted by their first devices.
+    Devices are indices into the flattened mesh. The lists are sorted by their first elements.
     """
     mesh = sharding.mesh
     splits = [name in jax.tree.leaves(tuple(sharding.spec)) for name in mesh.axis_names]
@@ -63,10 +64,12 @@ def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
 
 
 def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]) -> int:
-    """Compute, on the host, the contribution of part of an array to the array's checksum.
+    """Return the contribution of part of an array to the array's checksum, from 0 to 2^32 - 1.
+
+    This runs on the host.
 
     Args:
-        part: an array with as many dimensions as the whole array, and 32 bits per element.
+        part: the part, with 32 bits per element and as many dims as the whole array.
         first: index of the part's first element in the whole array.
         shape: shape of the whole array.
     """

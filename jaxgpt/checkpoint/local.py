@@ -1,4 +1,4 @@
-"""Local checkpoints, saved to fast storage and then copied to the run directory."""
+"""Local checkpoints, which are saved to fast storage and then copied to the run directory."""
 
 import contextlib
 import hashlib
@@ -23,10 +23,10 @@ BLOCK_BYTES = 2**24  # number of bytes copied at a time
 
 
 class LocalFolder:
-    """The local checkpoints of one run, laid out as in the run directory.
+    """The local checkpoints of one run, in a folder with the layout of the run directory.
 
     All processes share the folder, on a burst buffer or on the disk of a single host. A checkpoint
-    stays there until process 0 has copied it to the run directory.
+    stays in the folder until process 0 has copied it to the run directory.
     """
 
     def __init__(self, folder: str, run: Path):
@@ -36,10 +36,10 @@ class LocalFolder:
         self.directory = Path(folder).expanduser().absolute() / f"{run.name}-{digest}"
 
     def open(self, cluster: ProcessGroup) -> None:
-        """Create the folder and remove interrupted saves.
+        """Create the folder and remove interrupted saves. All processes call this together.
 
-        All processes call this together. Raises `UsageError` on every process if the folder cannot
-        be written, or is not visible to all processes.
+        Raises `UsageError` on every process if the folder cannot be written, or is not visible to
+        all processes.
         """
         checkpoints = self.directory / "checkpoints"
         probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"
@@ -73,13 +73,17 @@ class LocalFolder:
             probe.unlink()
 
     def recover(self, log_interval: int) -> list[str]:
-        """Complete interrupted copies of checkpoints. Return log lines. Call this on process 0.
+        """Copy the remaining local checkpoints to the run directory. Return log lines.
 
         Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
-        run directory ends `log_interval` or more steps before a checkpoint, the run has continued
-        without this folder, so the checkpoint is renamed to STEP.stale. A checkpoint with damaged
-        JSON stays in the folder, and a warning is logged. Raises `UsageError` if a checkpoint
-        cannot be read, copied or renamed, and `OSError` if metrics.jsonl cannot be read.
+        run directory ends `log_interval` or more steps before a checkpoint, a restart may have
+        abandoned these steps, so the checkpoint is renamed to STEP.stale. A checkpoint with damaged
+        JSON is not copied, and a log line warns about it. Call this only on process 0.
+
+        Raises:
+            UsageError: if a checkpoint cannot be read, copied or renamed, or if its JSON belongs to
+                another step.
+            OSError: if metrics.jsonl exists but cannot be read.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -111,10 +115,10 @@ class LocalFolder:
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Atomically copy a checkpoint to the run directory.
+        """Copy a checkpoint to the run directory, where it is either complete or absent.
 
-        Then remove it and older checkpoints from the local folder. Raises `OSError` if it cannot be
-        copied.
+        If this succeeds, remove the checkpoint and older checkpoints from the local folder. Raises
+        `OSError` if the checkpoint cannot be copied.
         """
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")
@@ -127,11 +131,11 @@ class LocalFolder:
             shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone
             raise
         for older in list_checkpoints(self.directory):
-            if older <= step:  # older checkpoints are still here if copying them failed
+            if older <= step:  # an older checkpoint is left if it could not be copied
                 self.remove(older)
 
     def remove(self, step: int) -> None:
-        """Remove the local copy of a checkpoint, ignoring errors."""
+        """Remove a checkpoint from the local folder, ignoring errors."""
         with contextlib.suppress(OSError):  # harmless: `recover` tries again
             shutil.rmtree(self._path(step))
 

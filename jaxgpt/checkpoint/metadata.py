@@ -1,4 +1,4 @@
-"""The JSON in a checkpoint."""
+"""The JSON in a checkpoint, and the checkpoints in a run directory."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """Raised if a checkpoint's files are missing or damaged, or do not match their checksums."""
+    """The files of a checkpoint are missing or damaged, or do not match their checksums."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -38,16 +38,18 @@ class DamagedCheckpoint(UsageError):
 
 
 def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `meta` with a hash of its content, which `read_meta` verifies."""
+    """Return `meta` (JSON) with a hash of its content, which `read_meta` verifies."""
     return {**meta, CHECKSUM_KEY: _hash(meta)}
 
 
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
-    """Return the JSON of a run's checkpoint at `step`.
+    """Return the JSON of a checkpoint in a run directory.
 
-    It has the keys in `SHAPE` and, unless it has the key `WEIGHTS_ONLY`, the keys in `RUN_SHAPE`.
-    Raises `DamagedCheckpoint` if the JSON is missing, invalid or does not match its hash. Raises
-    `UsageError` if it is temporarily unreadable, or belongs to another step.
+    `SHAPE` describes its keys. Unless `WEIGHTS_ONLY` is true, it also has the keys in `RUN_SHAPE`.
+
+    Raises:
+        DamagedCheckpoint: if the JSON is missing, invalid or does not match its hash.
+        UsageError: if the JSON is temporarily unreadable, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -74,8 +76,8 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
     """Rename a damaged checkpoint to STEP.damaged. Return {"path": new path, "reason": reason}.
 
-    If that name is taken, STEP.damaged.2 is used, and so on. Raises `UsageError` if it cannot be
-    renamed.
+    If that name is taken, STEP.damaged.2 is used, and so on. Raises `UsageError` if the checkpoint
+    cannot be renamed.
     """
     path = directory / "checkpoints" / f"{step}.damaged"
     for number in itertools.count(2):
@@ -95,15 +97,18 @@ def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
 def newest_undamaged(
     directory: Path, on_damage: str, last: int | None = None
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
-    """Return the step to resume from, its JSON, and the damaged checkpoints after it.
+    """Return the step of the newest undamaged checkpoint, its JSON, and the damage of newer ones.
 
-    Only the JSON of each checkpoint is checked. If there is no checkpoint, the step is None and the
-    JSON is empty. Checkpoints after step `last` are ignored. `on_damage` is the value of
-    checkpoint.on_damage.
+    The third result maps the step of each damaged checkpoint to its error. Only JSON is checked. If
+    there is no checkpoint, the step is None, and the JSON is empty.
+
+    Args:
+        on_damage: value of checkpoint.on_damage.
+        last: ignore checkpoints after this step; None means no limit.
 
     Raises:
         DamagedCheckpoint: if all checkpoints are damaged, or if the newest one is damaged and
-            checkpoint.on_damage=refuse.
+            `on_damage` is `refuse`.
         UsageError: if the JSON of a checkpoint is temporarily unreadable or belongs to another
             step.
     """
@@ -124,7 +129,7 @@ def newest_undamaged(
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the JSON of each undamaged checkpoint in a run directory, by step.
+    """Return the JSON of each checkpoint in a run directory whose JSON is undamaged, by step.
 
     Raises `UsageError` if the JSON of a checkpoint is temporarily unreadable or belongs to another
     step.
@@ -140,7 +145,7 @@ def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
     The list includes damaged checkpoints, so that their damage is reported, but not checkpoints
-    that are still being written.
+    that are still being written. If the folder does not exist, the list is empty.
     """
     names = (path.name for path in (directory / "checkpoints").glob("*"))
     return sorted(int(name) for name in names if is_step(name))
@@ -149,7 +154,8 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run does not have that checkpoint, or has no checkpoints at all.
+    Raises `UsageError` if the run directory does not exist, has no checkpoints, or does not have
+    the checkpoint of `step`.
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
@@ -168,8 +174,8 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
-    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. Also
-    raises whatever `read_meta` raises.
+    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. If the
+    newest checkpoint cannot be read, raises the same errors as `read_meta`.
     """
     steps = list_checkpoints(directory)
     if not steps:
@@ -195,10 +201,10 @@ def _hash(meta: Mapping[str, Any]) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a short description of an error: the system's message for its errno, if it has one.
+    """Return a short description of an error.
 
-    Otherwise, return at most 200 characters of the error's message, or its type if the message is
-    empty.
+    If the error has an errno, this is the system's message for the errno. Otherwise, it is the
+    first 200 characters of the error's message, or its type if the message is empty.
     """
     if number := os_error(error):
         return os.strerror(number)

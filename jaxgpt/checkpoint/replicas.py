@@ -1,6 +1,7 @@
 """Detection of silent data corruption by comparing the replicas of each parameter.
 
-A parameter has replicas along `data` and along every other mesh axis that does not shard it.
+A parameter has replicas along `data` and along every other mesh axis that does not shard the
+parameter.
 """
 
 from collections import Counter
@@ -14,11 +15,15 @@ from jaxgpt.checkpoint.checksums import devices_by_part, sums_by_device
 def devices_that_differ(params: Any) -> list[int]:
     """Return the devices on which a parameter differs from its replicas.
 
-    Devices are returned as indices into the flattened mesh. The replicas of each shard vote, and
-    the devices in the minority are returned. If the vote is tied, for example between two replicas,
-    all devices that hold the shard are returned. Shards without replicas are not checked. The
-    arrays in `params` must satisfy the conditions of `checksums`. All processes call this together
-    and get the same result.
+    For each shard, the most common checksum is considered correct, and the devices with other
+    checksums are returned. If two checksums are equally common, for example with two replicas, all
+    devices that hold the shard are returned. Shards without replicas are not checked.
+
+    The arrays in `params` must satisfy the conditions of `checksums`. All processes call this
+    together and get the same result.
+
+    Returns:
+        A sorted list of indices into the flattened mesh, empty if all replicas agree.
     """
     arrays = jax.tree.leaves(params)
     sums = sums_by_device(arrays)

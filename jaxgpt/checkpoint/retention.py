@@ -1,4 +1,4 @@
-"""Retention of checkpoints."""
+"""The choice of checkpoints to keep."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +11,7 @@ from jaxgpt.tracking.jsonl import METRICS, read_records
 def kept_steps(
     saved: Sequence[int], checkpoint: CheckpointConfig, rewinds: bool, losses: Mapping[int, float]
 ) -> set[int]:
-    """Return the steps whose checkpoints are kept.
+    """Return the steps in `saved` whose checkpoints are kept.
 
     They are the newest checkpoint.keep steps, the multiples of checkpoint.keep_every, and the
     checkpoint.keep_best steps with the lowest validation losses.
@@ -20,8 +20,8 @@ def kept_steps(
         saved: the steps of all checkpoints, oldest first.
         checkpoint: the retention settings.
         rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
-            checkpoint.interval. Rewinds use only these checkpoints.
-        losses: validation losses by step; steps without a loss are not among the best.
+            checkpoint.interval, because rewinds use only these checkpoints.
+        losses: validation losses by step. Steps without a loss are not among the best.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:
@@ -36,8 +36,8 @@ def kept_steps(
 def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Collection[int]:
     """Return the steps in `saved` whose checkpoints should be removed from a run directory.
 
-    `saved` is sorted, oldest first. Validation losses are read from metrics.jsonl. If that fails,
-    checkpoint.keep_best keeps nothing.
+    `saved` is sorted, oldest first. Validation losses are read from metrics.jsonl. If the file
+    cannot be read, checkpoint.keep_best has no effect.
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:

@@ -1,7 +1,7 @@
 """Parameter-only checkpoints, written and read in parts so that they do not have to fit in memory.
 
-`checkpointer.restore_params` restores them onto any mesh. Orbax can only write arrays that are in
-memory, so it writes only the tree of names, and TensorStore writes the arrays.
+`checkpointer.restore_params` restores these checkpoints onto any mesh. Orbax can only write arrays
+that are in memory, so Orbax writes only the tree of names, and TensorStore writes the arrays.
 """
 
 import json
@@ -30,9 +30,9 @@ Index = tuple[int | slice, ...]
 class WeightsWriter:
     """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
 
-    The constructor creates this folder, which must not exist. model.vocab_size must be set. The
-    checkpoint is not valid until `close` has returned. Errors from the file system, Orbax and
-    TensorStore are propagated.
+    The constructor creates this folder, which must not exist. The checkpoint is not valid until
+    `close` has returned. The constructor raises `UsageError` if the model is invalid (see
+    `weights`). All methods propagate errors from the file system, Orbax and TensorStore.
     """
 
     def __init__(self, directory: Path, model: ModelConfig):
@@ -51,8 +51,10 @@ class WeightsWriter:
     def write(self, name: str, index: Index, array: np.ndarray) -> None:
         """Write `array` as float32 to the parameter `name`, at `index`.
 
-        `index` consists of integers and contiguous slices, and may leave out trailing dimensions.
-        `array` has the shape that `index` selects. Each element must be written exactly once.
+        `index` consists of integers from 0 and slices with step 1. Trailing dims may be omitted.
+        `array` has the shape that `index` selects. Each element must be written exactly once. All
+        parts of a parameter should have the same shape, because the first part determines the
+        chunks. Raises `KeyError` if the model has no parameter `name`.
         """
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
@@ -68,7 +70,7 @@ class WeightsWriter:
         self._todo[name] -= part.size
 
     def close(self, config: Config, tokenizer: Mapping[str, Any] | None, source: str) -> None:
-        """Complete the checkpoint by writing its JSON. All parameters must have been written.
+        """Write the JSON of the checkpoint, after all parameters have been written.
 
         Args:
             config: configuration with the model's options.
@@ -110,7 +112,7 @@ class WeightsWriter:
 class WeightsReader:
     """Reads the parameters of a checkpoint and verifies the checksum of each array.
 
-    The constructor raises whatever `read_meta` raises.
+    The constructor raises `DamagedCheckpoint` or `UsageError` like `read_meta`.
     """
 
     def __init__(self, directory: Path, step: int):
@@ -118,11 +120,14 @@ class WeightsReader:
         self._checksums = read_meta(directory, step)["checksums"]
 
     def blocks(self, weight: Weight) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (layer number, layer) for weights stacked over layers, otherwise (first row, rows).
+        """Yield the float32 array of a weight in parts.
 
-        About `BLOCK_BYTES` are in memory at a time, but a chunk is always read as a whole. Raises
-        `UsageError` if the array cannot be read, has another shape, or does not match its checksum,
-        which is verified after the last block.
+        If the weight is stacked over layers, the items are (layer number from 0, layer). Otherwise,
+        they are (index of the first row, rows). About `BLOCK_BYTES` are in memory at a time, but at
+        least one chunk.
+
+        Raises `UsageError` if the array cannot be read, does not have the shape of `weight`, or
+        does not match its checksum, which is verified after the last part.
         """
         import tensorstore
 
