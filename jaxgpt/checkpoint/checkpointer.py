@@ -1,4 +1,4 @@
-"""Sharded checkpoints, which Orbax writes in the background. Each is either complete or absent."""
+"""Sharded checkpoints, written in the background. A checkpoint is either complete or absent."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ TIMED_OUT = "not complete within checkpoint.timeout_minutes"
 # Phrases in error messages that indicate a full disk. File systems report free space regardless of
 # quotas, so an exhausted quota shows up only in these errors.
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
-DATA_FILE_BYTES = 2**28  # Orbax writes several files in parallel; its default size is 2 GiB
+DATA_FILE_BYTES = 2**28  # Orbax writes several files in parallel; Orbax's default is 2 GiB
 CONTINUE = (
     "start again with the same --out to continue from the newest complete checkpoint, if there is "
     "one"
@@ -55,14 +55,14 @@ class Save:
 
     step: int
     began: float  # `time.perf_counter()` when the save interrupted training
-    stalled: float = 0.0  # seconds for which the save interrupted training
+    stalled: float = 0.0  # duration of the interruption in seconds
     error: Exception | None = None  # the reason why this process could not start the save
     copy: Future[None] | None = None  # copying to the run directory, on process 0 only
     is_logged: bool = False
 
 
 class Checkpoints:
-    """Saves and restores the state of one run, in the folder checkpoints of its run directory.
+    """Saves and restores the state of one run, in `directory`/checkpoints.
 
     Orbax writes in a background thread of each process, with barriers between the processes. If one
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
@@ -132,8 +132,8 @@ class Checkpoints:
         """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
         This first waits for earlier saves, except for the copy of the previous checkpoint from
-        checkpoint.local to the run directory. It then removes any existing checkpoint of this step,
-        and starts removing the checkpoints that the retention settings do not keep.
+        checkpoint.local to the run directory. Then, any existing checkpoint of this step is
+        removed, and the removal of checkpoints that the retention settings do not keep is started.
 
         If this save fails, the next `save`, `restore` or `close` reports it. A failed copy may be
         reported one `save` later. All processes call this together.
@@ -217,7 +217,7 @@ class Checkpoints:
         All processes call this together. If `is_final`, the newest save is the run's last.
 
         Raises:
-            UsageError: as for `save`, and also if the run's last save failed.
+            UsageError: under the same conditions as in `save`, and if the run's last save failed.
         """
         try:
             self._settle_all(is_final)
@@ -396,7 +396,7 @@ def _wait_for_copy(save: Save) -> str:
 
 
 def _first_cause(errors: list[str]) -> str:
-    """Return the cause of a failed save, given the error of each process. "" means no error.
+    """Return the cause of a failed save, or "". `errors` has the error of each process, or "".
 
     Processes that waited at Orbax's barriers for the failed process report timeouts.
     """

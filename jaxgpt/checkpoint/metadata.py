@@ -45,7 +45,8 @@ def add_checksum(meta: Mapping[str, Any]) -> dict[str, Any]:
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Return the JSON of a checkpoint in a run directory.
 
-    `SHAPE` describes its keys. Unless `WEIGHTS_ONLY` is true, it also has the keys in `RUN_SHAPE`.
+    `SHAPE` describes the keys. Unless the checkpoint is marked as `WEIGHTS_ONLY`, `RUN_SHAPE`
+    describes additional keys.
 
     Raises:
         DamagedCheckpoint: if the JSON is missing, invalid or does not match its hash.
@@ -97,10 +98,10 @@ def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
 def newest_undamaged(
     directory: Path, on_damage: str, last: int | None = None
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
-    """Return the step of the newest undamaged checkpoint, its JSON, and the damage of newer ones.
+    """Return the step of the newest undamaged checkpoint, its JSON, and the errors of newer ones.
 
-    The third result maps the step of each damaged checkpoint to its error. Only JSON is checked. If
-    there is no checkpoint, the step is None, and the JSON is empty.
+    The errors are given by step. Only the JSON of each checkpoint is checked. If there is no
+    checkpoint, the step is None, and the JSON is empty.
 
     Args:
         on_damage: value of checkpoint.on_damage.
@@ -129,10 +130,10 @@ def newest_undamaged(
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the JSON of each checkpoint in a run directory whose JSON is undamaged, by step.
+    """Return the JSON of the checkpoints in a run directory, by step.
 
-    Raises `UsageError` if the JSON of a checkpoint is temporarily unreadable or belongs to another
-    step.
+    Checkpoints with damaged JSON are left out. Raises `UsageError` if the JSON of a checkpoint is
+    temporarily unreadable or belongs to another step.
     """
     found = {}
     for step in list_checkpoints(directory):

@@ -51,9 +51,9 @@ class WeightsWriter:
     def write(self, name: str, index: Index, array: np.ndarray) -> None:
         """Write `array` as float32 to the parameter `name`, at `index`.
 
-        `index` consists of integers from 0 and slices with step 1. Trailing dims may be omitted.
-        `array` has the shape that `index` selects. Each element must be written exactly once. All
-        parts of a parameter should have the same shape, because the first part determines the
+        `index` consists of non-negative integers and slices with step 1, and may leave out trailing
+        dims. `array` has the shape that `index` selects. Each element must be written exactly once.
+        All parts of a parameter should have the same shape, because the first part determines the
         chunks. Raises `KeyError` if the model has no parameter `name`.
         """
         weight = self._weights[name]
@@ -123,8 +123,8 @@ class WeightsReader:
         """Yield the float32 array of a weight in parts.
 
         If the weight is stacked over layers, the items are (layer number from 0, layer). Otherwise,
-        they are (index of the first row, rows). About `BLOCK_BYTES` are in memory at a time, but at
-        least one chunk.
+        the items are (index of the first row, rows). About `BLOCK_BYTES`, and at least one chunk,
+        are in memory at a time.
 
         Raises `UsageError` if the array cannot be read, does not have the shape of `weight`, or
         does not match its checksum, which is verified after the last part.

@@ -13,7 +13,7 @@ class LayerNorm(nnx.LayerNorm):
 
     If `dtype` is None, y is float32 (unlike in Flax). In float32, the output is bitwise equal to
     Flax's. In bfloat16, the output is more accurate, because Flax rounds the scale and the bias
-    first. Of Flax's other options for the computation, only epsilon and use_bias are supported.
+    first. Other options that change the computation are not supported, except epsilon and use_bias.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -16,9 +16,9 @@ from jaxgpt.kernels.dropout import drop_elements
 # each has at least 128 queries. On CPUs, more or shorter blocks would be slower.
 MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
-# At this block size and above, `blockwise_attention` is faster than `causal_attention` on CPUs. At
-# T = 1,024, 2,048 and 4,096, it takes 0.99, 0.93 and 0.62 times as long, and uses 1/2, 1/4 and 1/8
-# of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
+# From this block size, `blockwise_attention` is faster on CPUs than `causal_attention`. At
+# T = 1,024, 2,048 and 4,096, `blockwise_attention` takes 0.99, 0.93 and 0.62 times as long, and
+# uses 1/2, 1/4 and 1/8 of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
 MIN_BLOCKWISE_T = 2048
 # Older versions of JAX store the gradient of cuDNN attention's mask, with shape (B, H, T, T).
 MASK_VERSION = (0, 11, 2)
@@ -360,7 +360,7 @@ def _repeat_heads(x_BSGK: jax.Array, H: int) -> jax.Array:
 def _distinct_scales(head_size: int) -> Iterator[float]:
     """Yield distinct Python floats that round to the same float32, 1 / sqrt(head_size).
 
-    At least the first 20,000 floats do so, for every head size that cuDNN supports.
+    This holds for the first 20,000 floats and for every head size that cuDNN supports.
 
     If calls of the deterministic kernel are identical, for example in different layers, XLA handles
     only one of them (github.com/openxla/xla/pull/46500). Different scales make the calls distinct.
@@ -407,8 +407,8 @@ def _cudnn_attention(
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     """Compute `causal_attention` with at most `BLOCK` queries at a time, in O(T) memory.
 
-    The backward pass recomputes the scores. If a block of `causal_attention` cannot be divided well
-    (see `_scanned_attention`), more queries are processed at a time, which takes more memory.
+    The backward pass recomputes the scores. If the size of a block has no suitable divisor (see
+    `_scanned_attention`), more queries are processed at a time, which takes more memory.
 
     Args:
         operands: the arguments of an `Attention`.

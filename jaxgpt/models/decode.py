@@ -17,7 +17,7 @@ PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the last S positions, for all layers at one index of `layer_pattern`.
+    """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
 
     Position n is stored in slot n mod S, so a sequence with rotary embeddings may be longer than S.
     Attention's matmuls need this order of dims. Any other order would require a copy for every
@@ -34,8 +34,8 @@ class Cache(NamedTuple):
     """The KV cache of one sequence."""
 
     layers: tuple[LayerCache, ...]  # one for each entry of `layer_pattern`
-    # For each of the last block_size tokens, the position at which the document of the token after
-    # it begins: int32 (block_size,), with slots as in `LayerCache`.
+    # Position at which the next token's document begins, for each of the last block_size tokens:
+    # int32 (block_size,), with slots as in `LayerCache`.
     next_starts_S: jax.Array
 
 
@@ -137,7 +137,7 @@ def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = N
 def _slot_positions(S: int, n_read: Any) -> jax.Array:
     """Return the position stored in each slot after `n_read` tokens: int32 (S,).
 
-    Empty slots have the largest int32 as position, so no query attends to them.
+    For an empty slot, this is the largest int32, which no query attends to.
     """
     newest = n_read - 1
     positions_S = newest - (newest - jnp.arange(S)) % S
@@ -166,7 +166,7 @@ def decode_step(
     batch = batch._replace(positions=positions_T[None])
     if network.end_of_text is not None:
         cache, starts_T = _read_documents(cache, tokens_1T[0] == network.end_of_text, positions_T)
-        # A document is identified by the position at which it begins.
+        # Use the first position of a document as its number.
         at = TokenPositions(positions_T, starts_T[None])
         batch = batch._replace(positions=(positions_T - starts_T)[None])
     pattern = layer_pattern(network.config)

@@ -1,6 +1,6 @@
 """Transformer layers, which label weights with logical axes and do not depend on the mesh.
 
-The metadata of each weight are the logical axis of each dim (`logical_axes`), the `role` and, for a
+A weight's metadata consists of the logical axis of each dim (`logical_axes`), the `role` and, for a
 matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` lists all weights,
 and `parallel.sharding` maps the logical axes to mesh axes.
 """
@@ -137,7 +137,7 @@ class LayerBuilder:
 class Linear(nnx.Module):
     """Linear layer x W + b, with a bias only if model.bias or `use_bias` is set.
 
-    W has shape (*inputs, *outputs), b has shape outputs, and both are float32 parameters. The
+    W has shape (*inputs, *outputs), b has shape `outputs`, and both are float32 parameters. The
     result has the compute dtype.
     """
 
@@ -190,7 +190,10 @@ class LayerKind(NamedTuple):
 
 
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the repeating pattern of layer kinds; a single entry if all layers are the same."""
+    """Return the repeating pattern of layer kinds.
+
+    If all layers are of the same kind, the pattern has a single entry.
+    """
     everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
     local = everywhere._replace(window=config.sliding_window)
     if config.local_rope_theta is not None:
@@ -202,7 +205,7 @@ def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention other than the hidden states. Layers of the same kind share them."""
+    """Inputs of attention, except hidden states, that layers of the same kind share."""
 
     attend: Attention
     at: TokenPositions

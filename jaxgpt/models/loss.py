@@ -170,7 +170,7 @@ def score_tokens(
 
 
 def _likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
-    """Return the token ID of the largest logit; if tied, the lowest such ID: int32 (B, T)."""
+    """Return the token ID of the largest logit, int32 (B, T). If tied, this is the lowest ID."""
     largest_BT = output.parallel.pmax(logits_BTV.max(axis=-1))
     ids_V = jnp.asarray(output.vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
     is_largest_BTV = logits_BTV == largest_BT[..., None]
@@ -204,7 +204,7 @@ def _merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(loss_of, x_PND, w_VD, targets_PN, weights_PN, vocab_offset):
-    """Apply `loss_of` to one chunk after another. Return the sum of losses, and the other results.
+    """Apply `loss_of` to one chunk after another. Return the summed loss, and the other results.
 
     Each chunk's gradient is computed together with its loss, so logits are computed only once. Only
     one chunk's logits are in memory at a time.

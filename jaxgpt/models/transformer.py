@@ -393,9 +393,10 @@ def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
 
 
 def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return rows_BTD of this device's shard w_VD, in its dtype. Tokens of other shards get zeros.
+    """Return rows_BTD of this device's shard w_VD, in w_VD's dtype.
 
-    `tokens_BT` are int32 token IDs minus the ID of the shard's first row.
+    Tokens outside the shard get zeros. `tokens_BT` are int32 token IDs minus the ID of the shard's
+    first row.
     """
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
     # Use float32, because a row's gradient is a sum over all occurrences of its token.

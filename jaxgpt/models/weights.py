@@ -62,7 +62,7 @@ class Weight:
 
     @property
     def gather_dtype(self) -> str | None:
-        """Dtype in which the weight is gathered and used: `float32`, or None for the compute dtype.
+        """Dtype of the gathered weight: `float32`, or None for the compute dtype.
 
         Biases, norm scales and position embeddings stay in float32.
         """
@@ -71,7 +71,7 @@ class Weight:
 
 @functools.cache
 def weights(config: ModelConfig) -> Params:
-    """Return the `Weight` of every parameter, in a nested dict like that of the parameters.
+    """Return the `Weight` of every parameter, with the nested structure of the parameters.
 
     No parameter is allocated. The result is cached, so do not modify it.
 

@@ -19,7 +19,7 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     pass is `all_gather`.
 
     On CPUs with several processes, an all-to-all and a local sum replace `jax.lax.psum_scatter`.
-    They send the same number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently
+    This sends the same number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently
     corrupts large arrays (jax-ml/jax issue 40830) and times out after 30 s (issue 40831).
     """
     if jax.default_backend() != "cpu" or not jax.distributed.is_initialized():
@@ -29,7 +29,7 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
-    """Concatenate all devices' `x` along `dimension` (at least 0), in the order of the mesh axis.
+    """Concatenate the devices' shards `x` along `dimension`, which is at least 0.
 
     The backward pass is `reduce_scatter`.
     """
@@ -77,5 +77,5 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Mark `x`, which is replicated along `axes`, as varying along them (for `shard_map`)."""
+    """Mark `x`, which is replicated along `axes`, as varying along `axes` (for `shard_map`)."""
     return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

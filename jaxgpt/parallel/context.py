@@ -2,8 +2,8 @@
 
 `split_sequence` returns an attention function for slices of rows.
 
-Ulysses (arXiv 2309.14509): an all-to-all gives each device all positions of some heads, and another
-one returns the results. The attention kernel is the same as for whole rows.
+Ulysses (arXiv 2309.14509): an all-to-all gives each device all positions of some heads, and a
+second all-to-all returns the results. The attention kernel is the same as for whole rows.
 
 Ring (arXiv 2310.01889): keys and values are sent around a ring of devices; see `parallel.ring`.
 With n devices, a row has 2n chunks. In the zigzag layout (`zigzag_schedule`), device i holds an
@@ -28,8 +28,8 @@ from jaxgpt.parallel.schedule import Schedule
 from jaxgpt.parallel.tensor import ParallelContext
 
 # (q_BTHK, k_BTGK, v_BTGK, positions, positions, window, dropout keys_BH) -> out_BTHK; see
-# `models.attention.Attention`. An attention function for slices of rows takes a slice of q, k and
-# v, but the positions of whole rows, from `gather_positions`.
+# `models.attention.Attention`. An attention function for slices of rows takes slices of q, k and v,
+# and the positions of whole rows (from `gather_positions`).
 Attention = Callable[..., jax.Array]
 
 # With this many tokens per device, a block's computation on an H100 (2e14 FLOP/s) takes as long as
@@ -93,7 +93,7 @@ def split_sequence(
 
     Args:
         attend: attention function for whole rows.
-        visible_keys: makes a ring's attention mask.
+        visible_keys: function that makes the attention mask of a ring.
         devices_per_host: see `choose_implementation`.
     """
     axes, unchanged = context.sequence_axes, lambda schedule: schedule
@@ -141,7 +141,8 @@ def ulysses_attention(
     """Compute `attend` for whole rows and this device's share of the heads.
 
     The number of devices must divide H. Key-value heads are repeated if the number of devices does
-    not divide G. There are two all-to-alls, or three if key-value heads are still fewer than H.
+    not divide G. If there are still fewer key-value heads than query heads, the function uses three
+    all-to-alls, and otherwise two.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
@@ -202,8 +203,8 @@ def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
 def to_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
     """Exchange chunks of rows, and return this device's part of the zigzag layout: (B, T, ...).
 
-    `x_BT` (B, T, ...) is this device's slice of the rows. On device d, it holds the chunks 2d and
-    2d+1, so T must be even.
+    `x_BT` (B, T, ...) is this device's slice of the rows, which consists of the chunks 2d and 2d+1
+    on device d. T must be even.
     """
     even, odd = _zigzag_moves(jax.lax.axis_size(axes))
     first, second = jnp.split(x_BT, 2, axis=1)

@@ -39,7 +39,7 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:
         # Without the barriers, XLA would reread the old arrays for each new array, and would
-        # therefore copy all of them.
+        # therefore copy all old arrays.
         own = jax.lax.optimization_barrier((layer(stacks, i), layer(given, i)))
         new = jax.lax.optimization_barrier(change(*own))
 

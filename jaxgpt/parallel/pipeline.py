@@ -7,8 +7,8 @@ used.
 
 - `gpipe` (arXiv 1811.06965): each stage holds one group of consecutive layers.
 - `circular` (the interleaved schedule of arXiv 2104.04473, section 2.2): each stage holds v groups.
-  Group g is on stage g mod S. Microbatches pass through the stages v times, and each bubble takes
-  1/v of the time.
+  Group g is on stage g mod S. Microbatches pass through the stages v times, so a bubble takes only
+  1/v of the time that it takes with `gpipe`.
 
 With M microbatches and S stages, a step has v M + S - 1 ticks. Each stage has S - 1 bubbles.
 """
@@ -63,7 +63,7 @@ class LayerGroups(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if each stage runs the same number of layers, and its layers are consecutive."""
+        """True if all stages run the same number of layers, which are consecutive on each stage."""
         return self.is_even and self.n_repeats == 1
 
     @property
@@ -333,7 +333,7 @@ class Pipeline:
     def _exchange(self, stored: jax.Array, dim: int | None) -> jax.Array:
         """Return the layers that this stage runs, in order, given the part that it stores.
 
-        Unless `groups.is_contiguous`, these differ, so stages exchange layers once per step.
+        If `groups.is_contiguous` is False, the stages exchange layers once per step.
 
         Args:
             stored: L / S consecutive layers, a part of each layer, or all layers.

@@ -25,7 +25,7 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 
 
 class Queries(NamedTuple):
-    """Queries, and the values that the backward pass needs to compute their gradients."""
+    """Queries, and the values from which the backward pass computes gradients."""
 
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`
@@ -153,7 +153,8 @@ def _around_ring(
 ) -> Any:
     """Apply `found = process(step, keys, visible_pairs, found)` to each block; return `found`.
 
-    The first block belongs to this device. Each block is processed while it is sent on.
+    The first block belongs to this device. Each block is processed while it is sent to the
+    next device.
     """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     kv = jnp.stack([k_BTGK, v_BTGK])
@@ -168,14 +169,14 @@ def _around_ring(
 
 
 def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
-    """Return the pairs (chunk of queries, chunk of keys) in which queries see keys.
+    """Return the pairs (query chunk, key chunk) where the queries see any of the keys.
 
     0 is a device's early chunk, and 1 is its late chunk. Every late chunk comes after all early
     chunks, and the late chunks are in reverse device order. In each step, all devices have the same
     number of pairs.
 
     Args:
-        step: number of times that the keys have been sent on; 0 for a device's own keys.
+        step: number of times that the keys have been sent to the next device; 0 for own keys.
         i: index of the device that holds the queries.
         source: index of the device that the keys came from.
     """
@@ -220,7 +221,7 @@ def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
 
 
 def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
-    """Return the positions of this device's two chunks and of the `n_before` tokens before each.
+    """Return the positions of this device's chunks, each with the `n_before` tokens before it.
 
     Args:
         at: the positions of the whole row, in the zigzag layout.
@@ -242,7 +243,7 @@ def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
 def _from_chunk_before(x_2: jax.Array, axes: Axes) -> jax.Array:
     """Return the keys and values of the chunk before each of this device's two chunks.
 
-    For the first chunk of a row, they are zeros.
+    If there is no such chunk, return zeros.
     """
     n, i = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     early = jax.lax.ppermute(x_2[0], axes, [(d, d + 1) for d in range(n - 1)])
@@ -304,8 +305,8 @@ def attend_block(
         pair: the queries to update, and the keys that they may see. Each of these queries must see
             a key in this block or an earlier one.
         found: the output out_BTGK for the earlier blocks, and the log-sum-exp lse_BTG of their
-            scores, in float32 (float64 for float64 operands). Without earlier blocks, they are 0
-            and -inf.
+            scores, in float32 (float64 for float64 operands). At the first block, out_BTGK
+            is 0, and lse_BTG is -inf.
     """
     queries = _with_dependent_positions(queries)
     firsts, n_queries, n_keys = _split_pair(pair)

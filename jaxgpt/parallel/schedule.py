@@ -78,7 +78,7 @@ def accumulate(
 ) -> tuple[Any, Params]:
     """Compute and sum the losses and gradients of the microbatches; see `Schedule`.
 
-    Per-row losses have the order of the batch. `microbatches.n` must divide the number of rows.
+    Per-row losses are in the order of the batch. `microbatches.n` must divide the number of rows.
     """
     batch, n, key = microbatches
 

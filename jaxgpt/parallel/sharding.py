@@ -24,7 +24,7 @@ LOGICAL_AXES = (*HEAD_DIMS, "embed", "head_dim", "layers", "parts")
 def tensor_rules() -> Rules:
     """Return the rules for arrays that are not sharded over `fsdp`.
 
-    They split `HEAD_DIMS` over `tensor`, and layers over pipeline stages.
+    These rules split `HEAD_DIMS` over `tensor`, and layers over pipeline stages.
     """
     heads = dict.fromkeys(HEAD_DIMS, axes_with("splits_heads"))
     return heads | {"layers": axes_with("splits_layers")}
@@ -44,7 +44,7 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
     At stages 2 and 3 without `reduces_once`, each microbatch's gradient is reduce-scattered, so the
-    accumulators are sharded over `fsdp`. At stages 0 and 1 and with `reduces_once`, they are not.
+    accumulators are sharded over `fsdp`. Otherwise, the accumulators are not sharded over `fsdp`.
     After the last microbatch, `zero.reduce_gradients` gives the gradients the sharding of the
     optimizer state (`opt_state_rules`).
 
@@ -79,7 +79,7 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
 
 
 def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
-    """Return the first dim that is split over any of these mesh axes; None if there is none.
+    """Return the first dim that is split over any of these mesh axes, or None if no dim is split.
 
     The index is negative, so that it is the same for stacked layers and for a single layer. `spec`
     must have an entry for each dim.

@@ -19,11 +19,11 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """The parallelism of a network on this device; by default, the device holds the whole model.
+    """Settings for sharing the model with other devices.
 
-    Megatron's tensor parallelism (arXiv 1909.08053) splits heads, the MLP and the vocabulary over
-    `tensor`. Outside these tensor-parallel regions, sequence parallelism (arXiv 2205.05198) splits
-    positions over the same devices.
+    By default, a device has the whole model. Megatron's tensor parallelism (arXiv 1909.08053) splits
+    heads, the MLP and the vocabulary over `tensor`. Outside these tensor-parallel regions, sequence
+    parallelism (arXiv 2205.05198) splits positions over the same devices.
     """
 
     tensor: int = 1  # number of devices that split the heads
@@ -38,7 +38,7 @@ class ParallelContext:
     """Kernel of the linear layers, such as `kernels.linear.matmul`."""
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
-        """Return a `ShardedParam` all-gathered, and an array unchanged."""
+        """All-gather a `ShardedParam`, or return an array unchanged."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
@@ -67,7 +67,7 @@ class ParallelContext:
         return (jax.checkpoint(multiply) if self.regather_in_backward else multiply)(x, kernel)
 
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
-        """Return x W, in x's dtype, given this device's part of the input dims of x and W.
+        """Return x W, in x's dtype, where the input dims of x and W are split over `tensor`.
 
         Partial products are all-reduced over `tensor`. With sequence parallelism, they are
         reduce-scattered over T. `kernel` and `n` are as in `column_parallel_matmul`.
@@ -112,7 +112,7 @@ class ParallelContext:
         return jax.lax.pmax(x, self.tensor_axes) if self.tensor > 1 else x
 
     def tensor_offset(self, n: int) -> Any:
-        """Return the global index of this device's first element, with n per `tensor` rank."""
+        """Return the global index of this device's first element if each `tensor` rank has n."""
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
@@ -127,8 +127,8 @@ class ParallelContext:
     def local_positions(self, positions_T: jax.Array) -> jax.Array:
         """Return this device's positions outside tensor-parallel regions.
 
-        With sequence parallelism, they are one of `tensor` equal slices of `positions_T` (..., T).
-        Otherwise, they are all of `positions_T`.
+        With sequence parallelism, this is a slice (..., T / tensor) of `positions_T` (..., T).
+        Otherwise, it is `positions_T`.
         """
         if not self.sequence_parallel:
             return positions_T
@@ -153,7 +153,7 @@ class ParallelContext:
 
 
 def _offset(axes: tuple[str, ...], n: int) -> Any:
-    """Return the global index of this device's first element, with n per device along `axes`."""
+    """Return the global index of this device's first element if each device along `axes` has n."""
     return jax.lax.axis_index(axes) * n if axes else 0
 
 
