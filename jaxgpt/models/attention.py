@@ -18,7 +18,8 @@ MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
 # From this block size, `blockwise_attention` is faster on CPUs than `causal_attention`. At
 # T = 1,024, 2,048 and 4,096, `blockwise_attention` takes 0.99, 0.93 and 0.62 times as long, and
-# uses 1/2, 1/4 and 1/8 of the memory (November 2026, two cores of an AMD EPYC, float32, JAX 0.10.2).
+# uses 1/2, 1/4 and 1/8 of the memory (November 2026, two cores of an AMD EPYC, float32, JAX
+# 0.10.2).
 MIN_BLOCKWISE_T = 2048
 # Older versions of JAX store the gradient of cuDNN attention's mask, with shape (B, H, T, T).
 MASK_VERSION = (0, 11, 2)

@@ -21,9 +21,9 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 class ParallelContext:
     """Settings for sharing the model with other devices.
 
-    By default, a device has the whole model. Megatron's tensor parallelism (arXiv 1909.08053) splits
-    heads, the MLP and the vocabulary over `tensor`. Outside these tensor-parallel regions, sequence
-    parallelism (arXiv 2205.05198) splits positions over the same devices.
+    By default, a device has the whole model. Megatron's tensor parallelism (arXiv 1909.08053)
+    splits heads, the MLP and the vocabulary over `tensor`. Outside these tensor-parallel regions,
+    sequence parallelism (arXiv 2205.05198) splits positions over the same devices.
     """
 
     tensor: int = 1  # number of devices that split the heads
