@@ -26,7 +26,8 @@ class LocalFolder:
     """The local checkpoints of one run, in a folder with the layout of the run directory.
 
     All processes share the folder, on a burst buffer or on the disk of a single host. A checkpoint
-    stays in the folder until process 0 has copied it to the run directory.
+    stays in the folder until process 0 has copied it to the run directory. The folder's name
+    contains a hash of the run directory's path, so several runs can use the same checkpoint.local.
     """
 
     def __init__(self, folder: str, run: Path):
@@ -78,7 +79,8 @@ class LocalFolder:
         Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
         run directory ends `log_interval` or more steps before a checkpoint, a restart may have
         abandoned these steps, so the checkpoint is renamed to STEP.stale. A checkpoint with damaged
-        JSON is not copied, and a log line warns about it. Call this only on process 0.
+        JSON is not copied, and a log line warns about it. If there is nothing to do, the list is
+        empty. Call this only on process 0.
 
         Raises:
             UsageError: if a checkpoint cannot be read, copied or renamed, or if its JSON belongs to

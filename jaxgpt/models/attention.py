@@ -200,9 +200,10 @@ def stores_scores(config: ModelConfig) -> bool:
 
 
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
-    """Return a warning if `auto` does not choose cuDNN attention on a GPU that supports it.
+    """Return a warning if `auto` chooses a slower kernel on a GPU that supports cuDNN attention.
 
-    `kernel` and `reason` are the results of `choose_attention`.
+    Slower kernels are those after `cudnn` in `KERNELS`. `kernel` and `reason` are the results of
+    `choose_attention`.
 
     Returns:
         A list with the warning, or an empty list.

@@ -12,7 +12,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Losses in nats, as sums over targets, so the values for parts of a batch can be added."""
+    """Sums of losses in nats. The values for parts of a batch can be added."""
 
     loss: jax.Array  # weighted cross-entropy: float32 scalar
     rows: dict[str, jax.Array]  # float32 (B,): weighted cross-entropy (`loss`), other row metrics

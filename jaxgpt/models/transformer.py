@@ -107,7 +107,8 @@ class GPT(nnx.Module):
             loss_chunk: value of train.loss_chunk, a number of tokens.
             keeps_tables: gather the token embedding once, and reuse it in all three pieces. This is
                 valid only if the network is created, used and dropped within one trace.
-            stacked: converts a function (key -> block) to a function (L keys -> L stacked blocks).
+            stacked: converts a function (key -> block) to a function (L keys -> L stacked blocks),
+                like `nnx.vmap`.
             rngs: random keys for the initial parameters.
 
         Raises:

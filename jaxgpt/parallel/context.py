@@ -46,7 +46,8 @@ def choose_implementation(
     If parallel.context_impl is not `auto`, its value is returned unchecked.
 
     Args:
-        devices_per_host: number of devices per host; None is treated as a single host.
+        devices_per_host: number of devices per host. None means that all devices are assumed to
+            share a host.
     """
     model, chosen = config.model, config.parallel.context_impl
     if chosen != "auto":

@@ -71,7 +71,7 @@ def ring_attention(
     fetch only the keys in their windows. Other layers send all keys and values around the ring.
 
     Args:
-        visible_keys: makes the attention mask.
+        visible_keys: function that makes the attention mask.
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
         q_at, k_at: positions of whole rows.
         keys_BH: ignored.
