@@ -112,7 +112,7 @@ class WeightsWriter:
 class WeightsReader:
     """Reads the parameters of a checkpoint and verifies the checksum of each array.
 
-    The constructor raises `DamagedCheckpoint` or `UsageError` like `read_meta`.
+    The constructor raises the same errors as `read_meta`.
     """
 
     def __init__(self, directory: Path, step: int):

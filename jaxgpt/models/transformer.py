@@ -373,7 +373,8 @@ class GPT(nnx.Module):
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
     """Return the network's `GraphDef` for `nnx.merge`, without allocating parameters.
 
-    `options` are keyword arguments of `GPT`. Raises `UsageError` like `GPT`.
+    `options` are keyword arguments of `GPT`. Raises `UsageError` under the same conditions as
+    `GPT`.
     """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 

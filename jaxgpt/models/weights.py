@@ -104,7 +104,7 @@ def weights(config: ModelConfig) -> Params:
 def layer_matrices(config: ModelConfig) -> list[Weight]:
     """Return the matrices inside the layers, each stacked over all layers.
 
-    Raises `UsageError` like `weights`.
+    Raises `UsageError` under the same conditions as `weights`.
     """
     return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
@@ -114,7 +114,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
     Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, with
     untied weights, the token embeddings. For GPT-2, the second number is the one that nanoGPT
-    reports. Raises `UsageError` like `weights`.
+    reports. Raises `UsageError` under the same conditions as `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES

@@ -115,7 +115,7 @@ def split_sequence(
 
 
 def gather_positions(at: Any, axes: Axes) -> Any:
-    """Return the positions of whole rows, with the slices (..., T) of all devices in device order.
+    """Return the positions of whole rows, by concatenating all devices' slices (..., T).
 
     Args:
         at: `models.attention.TokenPositions` of this device's tokens; returned if `axes` is empty.

@@ -347,7 +347,7 @@ class Pipeline:
             dim = next((i for i, size in sizes if size % self.groups.n_stages == 0), None)
             if dim is None:
                 stored = all_gather(stored, self.axes, 0)
-            else:  # exchange consecutive layers for a part of each layer
+            else:  # replace consecutive layers by a part of each layer
                 stored = jax.lax.all_to_all(stored, self.axes, dim, 0, tiled=True)
         if dim is None:  # each stage has all layers
             own = jnp.array(self.groups.layers)[jax.lax.axis_index(self.axes)]

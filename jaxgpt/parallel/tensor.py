@@ -69,8 +69,8 @@ class ParallelContext:
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return x W, in x's dtype, where the input dims of x and W are split over `tensor`.
 
-        Partial products are all-reduced over `tensor`. With sequence parallelism, they are
-        reduce-scattered over T. `kernel` and `n` are as in `column_parallel_matmul`.
+        Partial products are all-reduced over `tensor`, or reduce-scattered over T with sequence
+        parallelism. `kernel` and `n` are as in `column_parallel_matmul`.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> jax.Array:
@@ -94,7 +94,7 @@ class ParallelContext:
     def reduce_from_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Leave a tensor-parallel region after a row-parallel weight (Megatron-LM's `g`).
 
-        Partial sums are all-reduced. With sequence parallelism, they are reduce-scattered over T.
+        Partial sums are all-reduced, or reduce-scattered over T with sequence parallelism.
         """
         if self.tensor == 1:
             return x_BTD
