@@ -1,4 +1,4 @@
-"""Clock of a run: how long each process spends on each activity.
+"""Clock that measures how long each process of a run spends on each activity.
 
 A process is always in exactly one activity, so the seconds of all activities add up to the time
 since the process started. The start-up report (`perf/startup.py`), the time per step
@@ -27,7 +27,7 @@ ACTIVITIES = {  # in start-up order
 
 
 def process_start_time() -> float:
-    """Return the Unix time at which this process started; without /proc, the current time."""
+    """Return the Unix time when this process started, or the current time if there is no /proc."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
@@ -41,7 +41,7 @@ class Clock:
     """Seconds that this process has spent on each of the `ACTIVITIES`."""
 
     def __init__(self, began: float | None = None):
-        """Start the clock in `imports`, at Unix time `began` (by default, the process's start)."""
+        """Start in the activity `imports` at Unix time `began`, by default the process's start."""
         self.began = process_start_time() if began is None else began
         self._activity = "imports"
         self._seconds: dict[str, float] = {}
@@ -65,7 +65,10 @@ class Clock:
             self.enter(before)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds spent on each activity so far, in order of first occurrence."""
+        """Return the seconds spent on each activity so far, in order of first occurrence.
+
+        Activities that have not occurred are left out.
+        """
         self._update()
         return dict(self._seconds)
 

@@ -28,7 +28,7 @@ class Collective:
 
     kind: str
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
-    count: int  # number of arrays; one operation may communicate several
+    count: int  # number of arrays; one operation may communicate several arrays
     bytes: int  # per device, summed over arrays: the input or the output, whichever is larger
 
 
@@ -36,10 +36,10 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     """Return the collectives in one run of a program.
 
     They are sorted by the number of mesh axes, then by these axes and by kind. `hlo` is
-    `compiled.as_text()`, and `mesh` maps axis names to sizes. An operation in a loop is counted
-    once per iteration. An asynchronous operation is counted once. In a conditional, only the branch
-    with the most communication is counted. XLA uses groups over part of an axis for some layout
-    changes; they are reported as groups over the whole axis.
+    `compiled.as_text()`, and `mesh` maps axis names to sizes. Operations in a loop are counted once
+    per iteration. Operations within a single device are left out. In a conditional, only the branch
+    with the most communication is counted. For some layout changes, XLA uses groups over part of an
+    axis, which are reported as groups over the whole axis.
 
     Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
     number of iterations of a loop with collectives is unknown.
@@ -62,10 +62,10 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Return the bytes that each device sends in a ring collective over n devices.
+    """Return the bytes that each device sends in a ring collective over `n` devices.
 
-    `bytes` is counted as in `Collective.bytes`. The factors are from Thakur, Rabenseifner and Gropp
-    2005, section 4, and match the "bus bandwidth" of nccl-tests.
+    `kind` and `bytes` are those of a `Collective`. The factors are from Thakur, Rabenseifner and
+    Gropp 2005, section 4, and match the "bus bandwidth" of nccl-tests.
     """
     if kind == "collective-permute":
         return bytes
@@ -138,7 +138,7 @@ def _device_groups(text: str, n_devices: int) -> np.ndarray:
 
 
 def _groups_along_axes(text: str) -> np.ndarray:
-    """Return the groups given in the form mesh['x'=2,'y'=4] {'y'}.
+    """Parse groups in the form mesh['x'=2,'y'=4] {'y'}; see `_device_groups`.
 
     The braces may contain part of an axis: 'y':(1)2 is the outer factor 2 of 'y'=4, and 'y':(2)2 is
     the inner factor. `device_ids=(...)` gives the order of the mesh's devices, as a list or as a

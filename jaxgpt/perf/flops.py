@@ -16,7 +16,10 @@ SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs that a CPU device performs in five minu
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the dense peak FLOP/s of one device for a dtype, or None if it is unknown."""
+    """Return one device's dense peak FLOP/s for a dtype such as bfloat16, or None if unknown.
+
+    `device_kind` is JAX's name of the device.
+    """
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None
 
@@ -25,15 +28,15 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
     """Return the forward and backward FLOPs per token, as in `MFU_FORMULA`.
 
     `n_parameters` (N) excludes embeddings used only for lookups. Attention is counted over the
-    whole block, even with a sliding window or a document mask. Grouped-query attention changes the
-    result only by making N smaller.
+    whole block, even with a sliding window or a document mask. Grouped-query attention only makes N
+    smaller.
     """
     heads = model.n_head * model.head_size
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
 
 
 class HostTimes(NamedTuple):
-    """Number of steps that a process has run so far, and the seconds spent on them."""
+    """Number of steps that a process has run since its timer started, and the time they took."""
 
     steps: int
     seconds: float  # spent on steps
@@ -51,7 +54,7 @@ class StepTimer:
         self._start = self._last_lap = self._read()
 
     def count(self) -> None:
-        """Count one more step, which may still be running."""
+        """Count a step. It may still be running on the devices."""
         self._steps += 1
 
     @contextlib.contextmanager
@@ -68,9 +71,9 @@ class StepTimer:
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """Return seconds per step since the last lap, and the fraction spent waiting for data.
+        """Return the seconds per step since the last lap, and the fraction spent waiting for data.
 
-        Both are None if no step has been counted since then.
+        The first lap begins when the timer starts. Both values are None if the lap has no steps.
         """
         before, self._last_lap = self._last_lap, self._read()
         steps, seconds, data = _difference(self._last_lap, before)
@@ -88,16 +91,16 @@ def _difference(now: tuple[int, float, float], then: tuple[int, float, float]) -
 class Rates:
     """Computes the rates in a training log line from the seconds per step."""
 
-    batch_size: int  # sequences per step of the whole job
+    batch_size: int  # number of sequences that the whole job processes in a step
     block_size: int
     flops_per_token: int
     n_devices: int
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates by name for a step time of `dt` seconds. All are None if `dt` is None.
+        """Return all rates by name for a step time of `dt` seconds.
 
-        `mfu`, a fraction, is also None if the peak is unknown.
+        The rates are None if `dt` is None. `mfu` is a fraction, or None if the peak is unknown.
         """
         if dt is None:
             return dict.fromkeys(self.of(1.0))
@@ -113,7 +116,10 @@ class Rates:
         }
 
     def slow_step_warnings(self) -> tuple[str, ...]:
-        """Return a warning if the peak is unknown and a step would take minutes on a CPU."""
+        """Return a warning if a step would take at least five minutes at `CPU_FLOPS` per device.
+
+        Returns an empty tuple if the step is faster, or if the peak is known.
+        """
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices
         if self.peak is not None or flops < SLOW_FLOPS:
             return ()

@@ -12,8 +12,8 @@ class Device:
     """Specification of one JAX device: a GPU, a GCD of an MI250X, or a tile of a PVC.
 
     Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s in each
-    direction. All numbers are data-sheet peaks unless a comment says otherwise. None means that the
-    number is unknown.
+    direction. All numbers are peaks from data sheets unless a comment says otherwise. None means
+    unknown.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict)  # float32 means TF32 on NVIDIA
     memory_bandwidth: float | None = None  # of the device's own memory
     link_bandwidth: float | None = None  # to the other devices on the host
-    network_bandwidth: float | None = None  # to other hosts: one device's share
+    network_bandwidth: float | None = None  # one device's share of the bandwidth to other hosts
     host_bandwidth: float | None = None  # to host memory; PCIe x16: 32 GB/s (4.0), 64 GB/s (5.0)
     devices_per_host: int = 1  # on the machine that `network_bandwidth` describes
     cuda_capability: float = 0.0  # 0 if the device is not from NVIDIA
@@ -63,8 +63,8 @@ _A100_80GB = Device(
 
 _TABLE = (
     _H100,
-    # From NVIDIA's H200 data sheet (SXM): an H100 with more and faster memory. From the DGX H200
-    # user guide: the same network as the DGX H100. The pattern matches the whole name, to exclude
+    # According to NVIDIA's data sheet, the H200 (SXM) is an H100 with more and faster memory. The
+    # DGX H200 has the same network as the DGX H100. The pattern matches the whole name, to exclude
     # the GH200.
     replace(_H100, name="h200", match="^NVIDIA H200$", memory=141 * GIB, memory_bandwidth=4.8e12),
     _A100_80GB,

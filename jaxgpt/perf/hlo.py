@@ -1,4 +1,4 @@
-"""Parser for XLA's optimized HLO, which finds the category and source line of each operation."""
+"""Parser for XLA's optimized HLO that finds the category and source line of each operation."""
 
 import functools
 import math
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The opcode without -start or -done, the suffixes of asynchronous operations."""
+        """The opcode without the suffixes -start and -done of asynchronous operations."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property
@@ -64,7 +64,7 @@ class Instruction(NamedTuple):
 
     @property
     def dims(self) -> list[int]:
-        """Shape of the first array in the result."""
+        """Shape of the first array in the result. The result must contain an array."""
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
@@ -91,7 +91,7 @@ class HloProgram:
     def stack(self, instruction: Instruction) -> list[tuple[str, int, str]]:
         """Return the Python stack of an instruction: (file, line, function), innermost first.
 
-        It is empty if XLA has not recorded it.
+        The list is empty if XLA has not recorded the stack.
         """
         frames = self.tables.get("StackFrames", {})
         number = int(instruction.attribute("stack_frame_id") or 0)
@@ -145,9 +145,9 @@ class Operation(NamedTuple):
 
 
 def read_operations(program: HloProgram) -> dict[str, Operation]:
-    """Return the operations of a program by name, excluding loops, conditionals and calls.
+    """Return the operations of a program by name, including the instructions inside fusions.
 
-    The instructions inside these and inside fusions are included.
+    Loops, conditionals and calls are left out, but the instructions inside them are included.
     """
     return {
         name: Operation(_category(instruction, program), _source(instruction, program))
@@ -163,7 +163,7 @@ def is_product(instruction: Instruction) -> bool:
 
 
 def _category(instruction: Instruction, program: HloProgram) -> str:
-    """Return the category. A fusion that contains a matmul counts as `matmul` or `attention`."""
+    """Return the category. A fusion has the category of its collective or matmul, if it has one."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]

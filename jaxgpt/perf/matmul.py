@@ -20,10 +20,10 @@ def matmul_size() -> int:
 
 
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
-    """Return a function that measures the job's total FLOP/s in size x size matmuls.
+    """Return a function that measures the job's total FLOP/s in `size` x `size` matmuls.
 
-    All devices multiply matrices at the same time, so all processes must call it together.
-    Measuring a single CPU device would overestimate its speed, because CPU devices share the cores.
+    All devices multiply at the same time, so all processes call `matmul_rate` and the returned
+    function together. CPU devices share the cores, so a device would be faster alone.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
@@ -48,6 +48,9 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
 
 
 def measured_peak(dtype: str) -> float:
-    """Return the median FLOP/s of seven large matmuls on this process's devices."""
+    """Return the total FLOP/s of all devices in large matmuls, as the median of 7 measurements.
+
+    The job must have only one process.
+    """
     rate = matmul_rate(matmul_size(), dtype, ProcessGroup(launcher="none"))
     return statistics.median(rate() for _ in range(7))

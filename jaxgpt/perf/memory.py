@@ -34,7 +34,7 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return how many bytes of this host's memory a job may use (a fixed share of the total)."""
+    """Return how many bytes of this host's memory a job may use: a fixed share of its RAM."""
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -42,7 +42,7 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
     """Raise `UsageError` if a lower bound on a step's memory exceeds the memory of a device.
 
     No size in `shape` may be -1. No arrays are allocated. On CPUs, the devices share the host's
-    memory. If the platform does not report its memory, nothing is checked. Also raises whatever
+    memory. If the platform does not report its memory, it counts as unlimited. Also raises whatever
     `state_bytes` and `score_bytes` raise.
     """
     device = jax.local_devices()[0]
@@ -57,8 +57,8 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
 def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: bool) -> None:
     """Raise `UsageError` if a lower bound on a step's memory exceeds `room` bytes per device.
 
-    The lower bound is the sum of `state_bytes` and `score_bytes`. Also raises whatever these
-    functions raise. A `room` of None means no limit.
+    The lower bound is the sum of `state_bytes` and `score_bytes`. If `room` is None, there is no
+    limit. Also raises whatever these functions raise.
     """
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:
@@ -78,9 +78,9 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    Only matrices and the token embedding are counted. Moments are omitted with
-    parallel.offload=moments, and the bound is 0 with parallel.offload=state. No size in `shape` may
-    be -1. Raises `UsageError` if optimizer.name is unknown.
+    Only matrices and the token embedding are counted. With parallel.offload=moments, moments are
+    left out, and with parallel.offload=state, the bound is 0. No size in `shape` may be -1. Raises
+    `UsageError` if moments are counted and optimizer.name is unknown.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":
@@ -99,11 +99,11 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
-    """Return a lower bound on the bytes of attention scores per device: T x T bytes per head.
+    """Return a lower bound on a device's bytes of attention scores: T x T per row, layer and head.
 
-    The `xla` kernel stores at least half of the scores, at two or more bytes each, and a CPU may
-    process its rows one at a time. The bound is 0 unless scores are known to be stored. No size in
-    `shape` may be -1. Raises `UsageError` if model.attention is unknown.
+    The `xla` kernel stores at least half of the scores, in two or more bytes each. A CPU may
+    process its rows one at a time. The bound is 0 with a sliding window, or if the kernel might not
+    store scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

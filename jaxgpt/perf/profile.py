@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A running trace on all processes; only process 0 keeps its files."""
+    """A running trace of all processes. Only process 0 keeps the files of its trace."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
         """Wait for the arrays in `pending`, then start the trace. All processes call this.
@@ -54,8 +54,9 @@ class Tracing:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
-        `summary`, plus the bytes and FLOPs of each part and `may_be_incomplete`, which is True if
-        operations may be missing from the trace. Raises `ValueError` if JAX has written no trace.
+        `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
+        `may_be_incomplete` is True if operations may be missing from the trace. Raises `ValueError`
+        if JAX has written no trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -82,8 +83,7 @@ class StepProfile:
     """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
-    step.
-    All processes call every method.
+    step. All processes call every method.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
@@ -94,7 +94,7 @@ class StepProfile:
         self._traced: list[int] = []
 
     def before(self, step: int, state: Any) -> None:
-        """Start the trace before the first step to trace.
+        """Start the trace if `step` is the first step to trace.
 
         Call this before each step that is not skipped. `state` is the input of `step`.
         """
@@ -107,7 +107,10 @@ class StepProfile:
         self._traced.append(step)
 
     def after(self, step: int, state: Any) -> None:
-        """End the trace if `step` is the last step to trace; `state` is the state after `step`."""
+        """End the trace if no steps are left to trace. `state` is the state after `step`.
+
+        Call this after each step, even if it was skipped.
+        """
         if self._todo and step >= self._todo[-1]:
             self.close(state)
 
@@ -129,9 +132,9 @@ class StepProfile:
 
 
 def _read_events(trace: Path, module: str) -> Iterator[Event]:
-    """Yield the executed instructions of the program `module` from an .xplane.pb file.
+    """Yield an event for each executed instruction of the program `module`, in no particular order.
 
-    They are not sorted by time.
+    `trace` is an .xplane.pb file.
     """
     planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
     # Each accelerator has its own plane; CPU devices run in host threads.
@@ -151,9 +154,9 @@ def _read_events(trace: Path, module: str) -> Iterator[Event]:
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
     """Return the event totals of one process as a dict, for `summary`. Times are in seconds.
 
-    `operations` must contain the name of every event. The dict has the number of `devices`, and the
-    total `seconds` and `counts` by event name. `collectives` maps each collective's name to one
-    list per device with the seconds of each execution.
+    `operations` must contain the name of every event. The dict has the number of `devices` with
+    events, and the total `seconds` and `counts` by event name. `collectives` maps each collective's
+    name to one list per device with the seconds of each execution.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -175,17 +178,18 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the seconds per step in total, by category, and for the `ROWS` slowest operations.
+    """Return where the time of a step goes, in seconds per step, as means over the job's devices.
 
-    The keys are `steps`, `processes`, `seconds_per_step`, `device_seconds` (sum over all
-    operations), `categories`, `collective_waiting` and `operations`, a list of dicts with `name`,
-    `category`, `source`, `seconds`, `share` and `count` per step, slowest first. `parts` is a list
-    of dicts with `category`, `source` and `seconds`, slowest first. Each covers all operations with
-    the same category and source line. The numbers are means over the job's devices. `seconds` is
-    the time per step on process 0's clock. `operations` must contain the name of every event.
-    `reports` holds each process's result of `report`. An operation's `share` is its fraction of the
-    total seconds of all operations. If a device spends more time in a collective than the fastest
-    device, the difference counts as waiting.
+    `reports` holds each process's result of `report`, and `operations` must contain the name of
+    every event. The result also contains the arguments `n_steps` and `seconds` (the time per step),
+    as `steps` and `seconds_per_step`, and the number of `processes`.
+
+    `device_seconds` is the total of all operations, and `categories` the total of each category.
+    `operations` is a list of the `ROWS` most expensive operations: dicts with `name`, `category`,
+    `source`, `seconds`, `share` (of `device_seconds`) and `count`. `parts` is a list of dicts with
+    `category`, `source` and `seconds`. Each covers all operations with the same category and source
+    line. The most expensive come first in both lists. `collective_waiting` is the time that devices
+    spend in collectives beyond the time of the fastest device.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

@@ -15,13 +15,13 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
     The dict has the `seconds` of each phase, the `total` seconds since the process started, the
-    Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. If the start of the
-    job is known, the phase `job start` is the time until the process started. Call this at the end
-    of the first step.
+    Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. The phase `job
+    start` is the time from the start of the job to the start of the process, if it is known. Call
+    this at the end of the first step.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
-    # Without a valid time in the environment, the start of the job is unknown.
+    # If this is not a valid time, the start of the job is unknown.
     started = os.environ.get(JOB_START, "")
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", started):
         waited = clock.began - float(started)
@@ -38,11 +38,11 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Build the content of startup.json from all processes' reports, given in rank order.
 
-    Durations are in seconds, and timestamps are Unix times. `total` is a dict of `min`, `mean`,
-    `max` and `slowest_rank`, as is each of the `phases` that all processes have. `slowest_phase` is
-    the phase with the largest `max`. `process_start`, `first_step_done`, `compile_cache` and
-    `job_start_to_first_step` describe process 0. `job_start_to_first_step` is None if the start of
-    the job is unknown.
+    Durations are in seconds, and timestamps are Unix times. `processes` is the number of processes.
+    `total` is a dict of `min`, `mean`, `max` and `slowest_rank`. `phases` has such a dict for each
+    phase that all processes report, and `slowest_phase` is the phase with the largest `max`.
+    `process_start`, `first_step_done`, `compile_cache` and `job_start_to_first_step` describe
+    process 0. `job_start_to_first_step` is None unless all processes know the start of the job.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:
@@ -69,7 +69,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def startup_line(found: dict[str, Any]) -> str:
-    """Return a log line from the content of startup.json."""
+    """Format the content of startup.json as a log line, in seconds."""
     several, from_job = found["processes"] > 1, found["job_start_to_first_step"]
     text = "{min:.1f}/{mean:.1f}/{max:.1f} (rank {slowest_rank})" if several else "{mean:.1f}"
     parts = [f"{phase} {text.format(**s)}" for phase, s in found["phases"].items()]
@@ -82,10 +82,11 @@ def startup_line(found: dict[str, Any]) -> str:
 
 
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
-    """Return the durations in startup.json, in seconds, as a flat dict for the trackers.
+    """Return the numbers in startup.json as a flat dict for the trackers. Times are in seconds.
 
-    The keys are PHASE_min, PHASE_mean, PHASE_max and PHASE_slowest_rank for each phase and for
-    `total`, the number of `processes`, and job_start_to_first_step, if it is known.
+    Each phase and `total` have the keys NAME_min, NAME_mean, NAME_max and NAME_slowest_rank, with
+    underscores instead of spaces. The other keys are `processes` and, if it is known,
+    `job_start_to_first_step`.
     """
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():

@@ -13,5 +13,5 @@ def format_bytes(n: float) -> str:
 
 
 def count(n: int, noun: str, plural: str = "s") -> str:
-    """Return a number with its noun, such as "1 step", or "2 processes" if `plural` is "es"."""
+    """Return a number and a noun, such as "1 step", or "2 processes" with `plural="es"`."""
     return f"{n} {noun}{plural if n != 1 else ''}"
