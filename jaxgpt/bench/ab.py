@@ -36,13 +36,15 @@ class Change(NamedTuple):
 def run(
     settings: Sequence[str], change: Sequence[str], steps: int | None = None, rounds: int = ROUNDS
 ) -> Result:
-    """Time `rounds` rounds of `steps` compiled steps, without a change and with each `change`.
+    """Time the compiled step without a change and with each `change`.
 
-    `settings` are command-line settings. In each round, every variant runs `steps` steps; by
-    default, this takes about 1.5 seconds.
+    `settings` are command-line settings, and `parse_change` describes a change. In each of the
+    `rounds` rounds, every variant runs `steps` steps. If `steps` is None, this takes about 1.5
+    seconds without a change. The job must have a single process.
 
-    Raises `UsageError` if a setting is invalid, if an option is unknown, or if a step with a change
-    cannot take turns with the unchanged step. Also raises whatever `open_job` and `Rounds` raise.
+    Raises `UsageError` if a setting or an option is invalid, if a change does not change the step,
+    or if its step cannot take turns with the unchanged step. Also raises whatever `open_job` and
+    `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -92,9 +94,9 @@ def run(
 def parse_change(text: str, settings: Sequence[str]) -> Change:
     """Return the change that `text` describes. `settings` are those of the unchanged step.
 
-    Words that begin with xla_ or jax_ are options of XLA or JAX, and the others are settings.
+    Words that begin with xla_ or jax_ are options of XLA or JAX, and all other words are settings.
     Values of JAX options are parsed as YAML. Raises `UsageError` if a setting is invalid, or if an
-    option has no value or a malformed one.
+    option has a malformed value or no value. Does not check whether an option exists.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []
@@ -125,7 +127,7 @@ def _shared(config: Config) -> tuple[Any, ...]:
 def _time_rounds(
     job: Job, base: Rounds, programs: dict[str, Callable[..., Any]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Time each program in turn; return its seconds per step in each round."""
+    """Time each program in turn. Return the seconds per step of each program in each round."""
     found: dict[str, list[float]] = {text: [] for text in programs}
     for number in range(rounds):
         job.log(f"round {number + 1} of {rounds}, {steps} steps of each variant")
@@ -138,7 +140,8 @@ def _time_rounds(
 def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     """Compile the step with a change.
 
-    Raises `UsageError` if the state or the batch differs, or if the step does not change.
+    Raises `UsageError` if the change affects the shape or sharding of the state or the batch, or if
+    it does not affect the step.
     """
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)

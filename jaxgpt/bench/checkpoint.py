@@ -30,10 +30,11 @@ ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
     """Time saving and restoring a checkpoint, and writing and reading plain files.
 
-    There are eight rounds after a warm-up. `settings` are command-line settings; the checkpoint is
+    There are eight rounds after a warm-up. `settings` are command-line settings. The checkpoint is
     1 GB unless they include --config. `out` is the folder to write to, by default the system's
     temporary directory. Raises `UsageError` if the folder lacks space, if a setting is invalid, or
-    if a save fails. Also raises whatever `open_job` and `Job.start_jax` raise.
+    if a save fails. Also raises whatever `open_job`, `Job.start_jax` and `Checkpoints.restore`
+    raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -79,7 +80,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
     A round is a dict with all results of `save`, `restore`, `_write_files` and `_read_files`. The
-    ratios are `save_ratio` and `restore_ratio`, as fractions.
+    result has the same keys, plus the relative speeds `save_ratio` and `restore_ratio` (1 = equal).
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
@@ -89,6 +90,12 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 
 
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
+    """Time saving a checkpoint, until all files are on disk.
+
+    Returns the seconds of the slowest process as `save_seconds`, and the seconds until training
+    could have continued as `save_blocks_seconds`. All processes call this together. Raises the same
+    errors as `Checkpoints.save` and `Checkpoints.close`.
+    """
     checkpoints = Checkpoints(_empty_folder(job, "checkpoint"), config, job.cluster)
 
     meta = {
@@ -131,7 +138,7 @@ def _file_sizes(job: Job) -> list[int]:
 
 
 def _write_files(job: Job) -> dict[str, float]:
-    """Time writing plain files of the same sizes as the checkpoint files, with fsync after each."""
+    """Time writing plain files with the sizes of the checkpoint files, each until it is on disk."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 

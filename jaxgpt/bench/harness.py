@@ -1,4 +1,4 @@
-"""The result of a benchmark, and the job that it runs in."""
+"""Benchmark results, and the jobs in which benchmarks run."""
 
 import contextlib
 import importlib.metadata
@@ -50,13 +50,16 @@ Result = dict[str, Any]
 
 
 def as_json(result: Result) -> str:
-    """Return one line of JSON: an object with the values of the result and of `environment`."""
+    """Return a JSON object on one line, with the values of the result and of `environment`."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 
 
 def as_table(result: Result) -> str:
-    """Return a table with the name, value, unit and note of each value, one per line."""
+    """Return a table with a line for each value of the result and of `environment`.
+
+    A line has the name, value, unit and note. If the unit is None, the value is left out.
+    """
     result = result | environment()
     width = max(map(len, result))
     lines = []
@@ -71,8 +74,9 @@ def as_table(result: Result) -> str:
 def format_value(value: Any, unit: str = "") -> str:
     """Format a number with an SI prefix and a unit (`74.3 ms`), or each number in a dict or list.
 
-    A fraction with the unit % is shown as a percentage, and None as `not known`. Bytes have binary
-    prefixes. Numbers without a unit or with the unit x have no prefix, and text has no unit.
+    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers
+    without a unit or with the unit x have no prefix, and text and booleans have no unit. None is
+    shown as `not known`.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -93,7 +97,10 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return `host_name`, `cpu` (model), `cpus` (number of usable CPUs) and package `versions`."""
+    """Return `host_name`, `cpu` (the model), `cpus` (how many are usable) and `versions`.
+
+    The versions are those of jaxgpt, JAX, jaxlib and Python.
+    """
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
     model = re.search("model name.*: (.*)", about.read_text() if about.exists() else "")
@@ -121,9 +128,8 @@ class Job:
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache. Return the config with model.vocab_size, and the mesh.
 
-        Every process must call this. Raises `UsageError` if the vocabulary size cannot be
-        determined, or if the mesh does not fit the devices, the model or the batch size. Also
-        raises whatever `initialize_jax` raises.
+        Every process must call this. Raises `UsageError` if the mesh does not fit the devices, the
+        model or the batch size. Also raises whatever `with_vocabulary` and `initialize_jax` raise.
         """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -136,7 +142,7 @@ class Job:
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function; return this process's result and the seconds of the slowest process.
+        """Call a function. Return this process's result and the seconds of the slowest process.
 
         All processes call this together.
         """
@@ -154,12 +160,12 @@ def open_job(
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
     removed when the block ends. SIGTERM and Ctrl-C also remove it, and then terminate the process
-    immediately. The environment variables for the compile cache and the job's start time are
-    deleted.
+    immediately. Under MPI, they terminate the whole job. The environment variables for the compile
+    cache and the job's start time are deleted.
 
-    Raises `UsageError` if `out` is not writable, or if there are several processes and
-    `single_process` is set. Raises `OSError` if the system's temporary directory is not writable.
-    Also raises whatever `join_process_group` raises.
+    Raises `UsageError` if `out` is not writable, or if `single_process` is set and the job has
+    several processes. Raises `OSError` if the system's temporary directory is not writable. Also
+    raises whatever `join_process_group` raises.
     """
     # A compile cache would hide compile times. JOB_START would add the age of this job to the
     # start-up times that bench startup measures.

@@ -32,17 +32,17 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
-    The state carries over from round to round, because the trainer uses this object as its
-    `Checkpoints`: at the end of a round, it passes the state to `save`. All processes call each
+    The state carries over from round to round. At the end of each round, the trainer passes its
+    state to `save`, because it uses this object as its `Checkpoints`. All processes call each
     method together.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialise the state.
 
-        Random tokens replace the data if `synthetic` is set or the dataset is missing. Compiled
-        programs are read from `compile_cache` if this setting is changed. Raises the same errors as
-        `prepare_run`, `initialize_jax` and `set_up`.
+        Random tokens replace the data if `synthetic` is set or the dataset is missing. The compile
+        cache is empty unless the setting `compile_cache` is changed. Raises the same errors as
+        `vocabulary_size`, `with_vocabulary`, `prepare_run`, `initialize_jax` and `set_up`.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -70,7 +70,7 @@ class Rounds:
         self._step_arguments = *scalars, trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> float:
-        """Run `n_steps` steps in the trainer's loop; return the seconds per step.
+        """Run `n_steps` >= 1 steps in the trainer's loop. Return the seconds per step.
 
         Raises `UsageError` if training fails.
         """
@@ -87,9 +87,9 @@ class Rounds:
         return seconds / n_steps
 
     def run_compiled_step(self, n_steps: int, step: Callable[..., Any] | None = None) -> float:
-        """Run the compiled step `n_steps` >= 1 times on one batch; return the seconds per step.
+        """Run the compiled step `n_steps` >= 1 times on one batch. Return the seconds per step.
 
-        If `step` is given, it runs instead. It must take the same arguments.
+        `step` replaces the compiled step, and must take the same arguments.
         """
         step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()
@@ -101,13 +101,16 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` runs of the compiled step; return the result of `Tracing.stop`."""
+        """Trace `n_steps` runs of the compiled step. Return the result of `Tracing.stop`.
+
+        Raises `ValueError` if JAX has written no trace.
+        """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.run_compiled_step(n_steps)
         return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Keep the state for the next round; nothing is written."""
+        """Keep the state for the next round. Nothing is written."""
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
     def nothing(self, *_: Any, **__: Any) -> None:
@@ -119,9 +122,9 @@ class Rounds:
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config with existing data, and a description of the data.
 
-    If `synthetic` is set, or if data.dataset is selected but has no train.bin, random tokens in the
-    job's folder replace the data. The dataset `python` counts as present, because `prepare_run`
-    creates it. All processes call this together. Raises `UsageError` like `vocabulary_size` and
+    Random tokens in the job's folder replace the data if `synthetic` is set, or if data.dataset is
+    selected but has no train.bin. The dataset `python` counts as present, because `prepare_run`
+    creates it. All processes call this together. Raises the same errors as `vocabulary_size` and
     `with_vocabulary`.
     """
     data = config.data
@@ -146,7 +149,7 @@ def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 
 
 def _steps_only(config: Config, directory: Path) -> Config:
-    """Return a config with the same training steps, but no work between them.
+    """Return a config with the same training steps, but no work between the steps.
 
     Skip ranges, profiles, evaluations, samples, checkpoints and rewinds are turned off.
     """

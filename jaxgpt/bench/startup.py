@@ -31,10 +31,11 @@ ONE_STEP = (
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
     """Time `runs` cold starts of jaxgpt.train, alternating with as many warm starts.
 
-    mpiexec starts `processes` processes each time. If `processes` is None, there is one process
-    without mpiexec. Raises `UsageError` if jaxgpt.train reports a usage error, if step 1 is
-    skipped, if there is no mpiexec, or if a launcher started this process. Raises `RuntimeError` if
-    a start fails in another way. Also raises whatever `open_job` raises.
+    `settings` are command-line settings. mpiexec starts `processes` processes each time. If
+    `processes` is None, one process starts without mpiexec. Raises `UsageError` if jaxgpt.train
+    reports a usage error, if step 1 is skipped, if mpiexec is needed but missing, or if a launcher
+    started this process. Raises `RuntimeError` if a start fails in another way. Also raises
+    whatever `open_job` raises.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):
@@ -73,8 +74,9 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the spread of the total time, and the median time of each phase, in seconds.
 
-    `starts` contains the startup.json of each start. All numbers come from the slowest process. The
-    result has the keys of `spread`, plus `phases` and the first start's `compile_cache`.
+    `starts` contains the startup.json of each start. The total and each phase are those of the
+    slowest process. The result has the keys of `spread`, plus `phases` and the first start's
+    `compile_cache`.
     """
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {
@@ -85,7 +87,7 @@ def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _run_command(command: list[str], **variables: str) -> float:
-    """Run a command to completion; return its duration in seconds.
+    """Run a command to completion. Return its duration in seconds.
 
     `variables` are added to its environment. Raises `UsageError` if the command reports a usage
     error, and `RuntimeError` if it fails in another way.

@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
-Rounds of the trainer's loop, rounds of the compiled step alone (which reuse one batch) and a large
-matmul alternate, so that all three see the same machine load.
+Rounds of the trainer's loop alternate with rounds of the compiled step alone, which reuse one
+batch, and with a large matmul. All three therefore see the same machine load.
 """
 
 import statistics
@@ -34,13 +34,13 @@ def run(
     profile: Path | None = None,
     rounds: int = ROUNDS,
 ) -> Result:
-    """Time `rounds` rounds of `steps` training steps; by default, a round takes about 1.5 seconds.
+    """Time `rounds` rounds of `steps` training steps. By default, a round takes about 1.5 seconds.
 
     `settings` are command-line settings. `synthetic` replaces the data with random tokens.
     `profile` is the folder for a trace of five more steps.
 
     Raises `UsageError` if a setting is invalid, if training fails, or if `profile` is not writable.
-    Also raises whatever `open_job` and `Rounds` raise.
+    Also raises whatever `open_job`, `Rounds` and `Rounds.profile` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -57,8 +57,8 @@ def run(
 def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dict[str, Any]:
     """Return times, rates and memory by name, as `Value`s or plain values.
 
-    `n_steps` is the number of steps per round. If it is None, it is chosen so that a round takes
-    `ROUND_SECONDS`. All processes call this together. Raises `UsageError` if training fails.
+    `n_steps` is the number of steps per round. If it is None, `steps_per_round` chooses it. All
+    processes call this together. Raises `UsageError` if training fails.
     """
     rounds.train(n_steps or WARM_UP)
     n_steps = n_steps or steps_per_round(rounds)
@@ -87,7 +87,10 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
 
 
 def steps_per_round(rounds: Rounds) -> int:
-    """Return how many steps take about `ROUND_SECONDS`. All processes call this together."""
+    """Return how many steps take about `ROUND_SECONDS`, between 1 and `MAX_STEPS`.
+
+    All processes call this together.
+    """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))
 
@@ -97,8 +100,8 @@ def rates(
 ) -> dict[str, Any]:
     """Return the time per step and the rates derived from it, in the format of `measure`.
 
-    For each round, `seconds` holds the seconds per step, and `products` the job's FLOP/s in size x
-    size matmuls.
+    For each round, `seconds` holds the seconds per step, and `products` holds the job's FLOP/s in
+    `size` x `size` matmuls. The peak FLOP/s and MFU are None for unknown devices.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size

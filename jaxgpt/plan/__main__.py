@@ -61,11 +61,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
-    """Return the text that the command prints. Starts JAX with simulated CPU devices.
+    """Start JAX with simulated CPU devices, and return the text that the command prints.
 
     `arguments` come from `parser`, and `rest` holds settings for jaxgpt.train. Raises `UsageError`
-    if an option or a setting is invalid or incompatible with the mesh or the device, or if the
-    vocabulary size is unknown.
+    if an option or a setting is invalid or incompatible with the mesh or the device, if --advise
+    finds no mesh, or if the vocabulary size is unknown.
     """
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
@@ -116,7 +116,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
 
 def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the number of devices from --advise or the mesh (an axis of -1 counts as 1).
+    """Return the value of --advise, or the number of devices in the mesh if --advise is not given.
+
+    A mesh size of -1 counts as 1.
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
@@ -148,10 +150,11 @@ def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
     """Return the number of devices per host, at most `n_devices`.
 
     Args:
-        given: the value of --devices-per-host; if None, the device's default is used.
+        given: the value of --devices-per-host. None means the device's default, which for `cpu` is
+            a single host.
 
     Raises:
-        UsageError: if this number does not divide `n_devices`.
+        UsageError: if the job has several hosts but not the same number of devices on each.
     """
     per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:

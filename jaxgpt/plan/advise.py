@@ -20,11 +20,11 @@ from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-# A layout ranks before a simpler one if its step time is less than this fraction of the other's.
+# A layout ranks before a simpler layout if it takes less than this fraction of the time.
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
 MIN_SLICE = 2048  # tokens; minimum length of a slice of a row along `context`
-# Settings that the search chooses, in the order of the options that it prints.
+# Settings that the search chooses, in the order in which they are printed.
 CHOSEN = (
     "parallel.sequence_parallel",
     "parallel.remat",
@@ -37,7 +37,7 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 
 
 class Advice(NamedTuple):
-    """The best layouts, after compilation, and the number of meshes compared."""
+    """The best layouts, as compiled, and the number of meshes that were compared."""
 
     plans: list[Plan]  # best first; empty if no mesh works with the batch size
     n_meshes: int
@@ -46,17 +46,18 @@ class Advice(NamedTuple):
 def search_layouts(
     config: Config, n_devices: int, device: Device, devices_per_host: int, n: int = COMPILED
 ) -> Advice:
-    """Return the `n` best layouts that the model and the batch allow.
+    """Return the `n` best layouts that the model and the batch allow, or fewer if there are fewer.
 
     Formulas (`estimate.py`) rank all meshes. Each mesh uses the schedule, number of microbatches
     and remat that fit and are fastest according to the formulas. The best `n` meshes are then
     compiled, with more remat if needed, and ranked again. Layouts that fit come first, sorted by
     step time. However, a simpler layout comes before a layout that is only slightly faster
     (`TIE_RATIO`). If step times are unknown, simpler layouts come first. If pure data parallelism
-    fits without remat, it always comes first, because it is the simplest to scale.
+    fits without remat, it always comes first, because it is the simplest to scale. A layout whose
+    state alone does not fit is not compiled.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
-    JAX must simulate `n_devices` devices, or `MAX_CPU_DEVICES` if that is less, and
+    JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices, and
     config.model.vocab_size must be set.
 
     Raises:
@@ -73,7 +74,11 @@ def search_layouts(
 
 
 class Estimator:
-    """Makes plans from formulas, without compiling."""
+    """Makes plans from formulas, without compiling.
+
+    Raises `UsageError` if the attention kernel or the optimizer is unknown, or if the device does
+    not support the kernel.
+    """
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):
         kernel, _ = attention_kernel(config, device)
@@ -82,7 +87,7 @@ class Estimator:
         self.n_moments = n_moments(config.optimizer)
 
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan for the least remat that fits, or for full remat if none fits."""
+        """Return the plan with the least remat that fits, or with full remat if nothing fits."""
         smallest = self.plan(mesh, config.replace(parallel__remat=REMATS[-1]))
         if not smallest.fits:
             return smallest
@@ -90,7 +95,10 @@ class Estimator:
         return next((plan for plan in plans if plan.fits), smallest)
 
     def plan(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan for a layout. If the layout does not fit, collectives are left out."""
+        """Return the plan for a layout.
+
+        If the layout does not fit, the collectives and the optimizer's FLOPs are left out.
+        """
         memory = estimate_memory(config, mesh, self.n_moments, self.stores_scores)
         program = Program(memory, stores_scores=self.stores_scores)
         plan = Plan(config, mesh, self.device, self.devices_per_host, program)
@@ -104,9 +112,9 @@ class Estimator:
 
 
 def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[MeshShape]:
-    """Yield meshes of `n_devices` devices for which the step can be compiled, simplest first.
+    """Yield the meshes of `n_devices` devices to compare, simplest first.
 
-    `tensor` stays within a host, because every layer waits for it.
+    `tensor` groups stay within a host, because every layer waits for their communication.
     """
     most = max(1, config.model.block_size // MIN_SLICE)
     for tensor in _divisors(devices_per_host):
@@ -125,7 +133,7 @@ def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[M
 
 
 def _variants(config: Config, mesh: MeshShape) -> Iterator[Config]:
-    """Yield configs with each possible schedule and number of microbatches, simplest first."""
+    """Yield a config for each possible schedule and number of microbatches, simplest first."""
     T, tensor = config.model.block_size, mesh.split_of("splits_heads")
     config = config.replace(
         parallel__mesh=str(mesh),
@@ -162,7 +170,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _compile(estimated: Plan) -> Plan:
-    """Compile a layout, with more remat if it does not fit."""
+    """Compile a layout, with more remat if it does not fit, unless its state alone does not fit."""
     memory = dataclasses.replace(estimated.memory, activations_and_temporaries=0)
     plan = dataclasses.replace(estimated, program=Program(memory))
     if not plan.fits:
@@ -180,7 +188,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Omit plans that match two earlier plans except in `data` and `fsdp`."""
+    """Yield at most two plans that differ only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)
@@ -194,7 +202,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _order(plan: Plan) -> tuple[bool, float]:
-    """Sort key: layouts that fit come first, then faster layouts (smaller ones, if none fits)."""
+    """Sort key: layouts that fit, the fastest first, then other layouts, the smallest first."""
     return not plan.fits, _seconds(plan) if plan.fits else plan.memory.total
 
 
@@ -219,7 +227,7 @@ def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def train_options(plan: Plan, given: Config) -> str:
-    """Return the options to add to the command-line settings `given` to select this layout."""
+    """Return the command-line options that turn the settings `given` into this layout."""
     words = [f"--mesh {plan.mesh}"]
     for key in CHOSEN:
         section, _, name = key.partition(".")

@@ -16,7 +16,7 @@ SCORE_COPIES = 3  # number of float32 copies of the scores, if the kernel stores
 
 
 def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
-    """Return an estimate of the memory of a step; model.vocab_size must be set.
+    """Return an estimate of a step's memory on each device. model.vocab_size must be set.
 
     Args:
         n_moments: number of moments per parameter.
@@ -72,8 +72,9 @@ def layer_activations(
 ) -> tuple[int, int]:
     """Return the bytes that a layer saves for its backward pass, and the bytes that the pass uses.
 
-    They follow equation 2 of arXiv 2205.05198, without dropout. Norms and residuals are split over
-    `tensor` only with sequence parallelism.
+    Both are for one device and a microbatch of `tokens` tokens on this device. They follow equation
+    2 of arXiv 2205.05198, without dropout. Only sequence parallelism splits norms and residuals
+    over `tensor`.
     """
     model, remat = config.model, config.parallel.remat
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

@@ -1,4 +1,4 @@
-"""Plan of one layout: what each device stores and sends, and an estimate of the step time."""
+"""Plan of one layout, with the memory and communication of a device and an estimate of the time."""
 
 import dataclasses
 import functools
@@ -68,7 +68,8 @@ class Estimate:
 class Plan:
     """A layout, its program, and everything known before it runs.
 
-    The program is compiled, estimated, or limited to the size of the state (see `is_complete`).
+    The program is compiled or estimated. It may also have only the size of the state; see
+    `is_complete`.
     """
 
     config: Config
@@ -89,14 +90,14 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Bytes that a program may use on a device. Simulated devices share this machine's RAM."""
+        """Bytes that a program may use on a device. CPU devices share this machine's RAM."""
         if self.device.memory is not None:
             return int(USABLE * self.device.memory)
         return host_memory() // self.mesh.n_devices
 
     @property
     def is_complete(self) -> bool:
-        """Whether the memory for activations is known, and not only the size of the state."""
+        """True if the memory for activations is known, False if only the size of the state is."""
         return self.memory.activations_and_temporaries > 0
 
     @property
@@ -121,9 +122,9 @@ class Plan:
     def recomputed_flops_per_token(self) -> int:
         """FLOPs per token that the backward pass recomputes.
 
-        Pipeline stages recompute all their layers. In addition, `attention` and `dots` recompute
-        the matmuls of attention; `attention` does so only if the kernel would otherwise keep the
-        scores. `full` recomputes all matmuls of a layer.
+        Pipeline stages recompute all their layers. In addition, remat=attention and remat=dots
+        recompute the matmuls of attention, and remat=full recomputes all matmuls of a layer.
+        remat=attention has no effect if the kernel does not keep the scores.
         """
         model, remat = self.config.model, self.config.parallel.remat
         attention = 4 * model.n_layer * model.n_head * model.head_size * model.block_size
@@ -139,7 +140,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The pipeline bubble as a fraction of the computing time.
+        """The pipeline bubble as a fraction of the computing time, or 0 without a pipeline.
 
         It is (S - 1) / (v M) for S stages, M microbatches and v groups of layers on each stage
         (arXiv 2104.04473, section 2.2).
@@ -165,8 +166,9 @@ class Plan:
     def is_exposed(self, c: Collective) -> bool:
         """Return whether computation waits for a collective.
 
-        It always does in a pipeline, because weights are gathered before the loop and gradients are
-        reduced after it.
+        In a pipeline, it waits for all collectives, because weights are gathered before the loop
+        and gradients are reduced after it. Otherwise, it does not wait for collectives over `data`
+        or `fsdp`.
         """
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 
@@ -204,8 +206,8 @@ class Plan:
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update
         writes them. Gradients are written once, and read for their norm and for the update. With
-        n > 1 microbatches, each one reads and writes the accumulators, and `memory.gradients`
-        includes two sets of accumulators.
+        several microbatches, each microbatch reads and writes the accumulators, and
+        `memory.gradients` includes two sets of accumulators.
         """
         memory, n = self.memory, self.config.train.gradient_accumulation_steps
         if not memory.in_host:
@@ -280,7 +282,10 @@ class Plan:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return `mesh`, `memory`, `fits` and `estimate` for JSON, in bytes and seconds."""
+        """Return `mesh`, `memory`, `fits` and `estimate` for JSON, in bytes and seconds.
+
+        `estimate` is None if the times are unknown.
+        """
         sizes = {"total": self.memory.total, "capacity": self.capacity}
         return {
             "mesh": self.mesh,
@@ -292,8 +297,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the whole plan for JSON, in bytes, seconds and FLOPs.
 
-        It extends `summary`. `collectives` holds the fields of each `Collective`, with `bytes_sent`
-        and `over` (see `link`).
+        It contains everything in `summary`. `collectives` holds the fields of each `Collective`,
+        with `bytes_sent` and `over` (see `link`).
         """
         collectives = [
             dataclasses.asdict(c)

@@ -1,4 +1,4 @@
-"""The train step, compiled for simulated devices: its memory and its collectives."""
+"""Memory and collectives of the train step, which is compiled for simulated devices."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Peak memory on the device. Arrays copied from the host reuse the space of activations."""
+        """Peak bytes on the device. Arrays copied from the host reuse the space of activations."""
         at_rest = self.parameters + self.gradients + self.moments - self.in_host
         return at_rest + max(self.activations_and_temporaries, self.host_at_once)
 
@@ -63,16 +63,17 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     """Compile the train step as it would run on `device`, without allocating arrays.
 
     XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
-    float32, so bfloat16 is replaced by float16, which has the same size. cuDNN attention is
-    replaced by another kernel with O(T) memory, and layers are scanned. For `cpu`, the step is
-    compiled unchanged.
+    float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls are replaced
+    by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory. Layers are
+    scanned. For `cpu`, the step is compiled unchanged, except that `with_fewer_replicas` applies.
 
     JAX must already simulate as many devices as the mesh has after `with_fewer_replicas`, and
     config.model.vocab_size must be set.
 
     Raises:
         UsageError: if the device does not support the attention kernel or train.matmul_dtype, if
-            the mesh does not fit the model, or if an option names an unknown layer or optimizer.
+            the mesh does not fit the model, or if an option names an unknown kernel, layer or
+            optimizer.
     """
     kernel, reason = attention_kernel(config, device)
     stand_in, warnings = config, []
@@ -89,7 +90,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
         # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
         stand_in = stand_in.replace(parallel__scan_layers=True)
-        if shape.split_of("splits_sequence") > 1:  # `auto` would assume CPUs
+        if shape.split_of("splits_sequence") > 1:  # `auto` would assume that the devices are CPUs
             impl, _ = choose_implementation(config, shape, device.devices_per_host)
             stand_in = stand_in.replace(parallel__context_impl=impl)
         if config.train.dtype == "bfloat16":
@@ -129,7 +130,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
     """Return the name of the attention kernel for `device`, and the reason for this choice.
 
-    Raises `UsageError` if the kernel that model.attention selects cannot run.
+    Raises `UsageError` if model.attention selects a kernel that is unknown or cannot run.
     """
     setting = AttentionSetting(
         config.model,
@@ -142,7 +143,10 @@ def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
 
 
 def optimizer_flops(config: Config, shape: MeshShape) -> int:
-    """Return the FLOPs that each device spends on the optimizer's matmuls in one step."""
+    """Return the FLOPs that each device spends on the optimizer's matmuls in one step.
+
+    The result is 0 for every optimizer except Muon.
+    """
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
     rules, described = partition.opt_state_rules(config.parallel.zero_stage), weights(config.model)
     shardings = partition.weight_shardings(described, rules, mesh)
@@ -153,7 +157,8 @@ def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshS
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
     Only the number of replicas changes, so each device stores and sends the same number of bytes.
-    At least two replicas remain, and each processes the same number of rows as before.
+    At least two replicas remain, if there were as many. Each replica processes the same number of
+    rows as before.
     """
     axis = replica_axis()
     n = max(1, shape[axis])
@@ -178,8 +183,8 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the exact bytes of parameters, gradients and moments per device, without compiling.
 
     Activations are not included. The requirements and errors are the same as for `compile_step`,
-    except that attention kernels are not checked. For `cpu`, which has no separate memory,
-    `in_host` and `host_at_once` are 0.
+    except that model.attention and train.matmul_dtype are not checked. `in_host` and `host_at_once`
+    are 0 for `cpu`, which has no separate memory.
     """
     mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"

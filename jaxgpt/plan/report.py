@@ -22,8 +22,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def plan_report(plan: Plan, best: Plan | None = None) -> str:
     """Return a plan as text: a summary, then memory, communication and time.
 
-    `best` is the best layout for the same devices if `plan` does not fit on a device with known
-    memory. It is None if `plan` fits or if no layout is known.
+    If `plan` does not fit, `best` is the best known layout for the same devices, or None.
     """
     config = plan.config
     lines = [
@@ -79,7 +78,7 @@ def _memory(plan: Plan, best: Plan | None) -> str:
 
 
 def _fit(plan: Plan, best: Plan) -> str:
-    """Return a line about the best layout for the same devices, if `plan` does not fit."""
+    """Return a line about the best layout for the devices of `plan`, which does not fit."""
     options = f"{train_options(best, plan.config)} ({format_bytes(best.memory.total)})"
     if best.fits:
         return f"it fits with {options}"
@@ -142,8 +141,8 @@ def _time(plan: Plan) -> str:
 def advice_report(advice: Advice, given: Config) -> str:
     """Return a table of the best layouts, and the options to use for the first one.
 
-    `advice` is the result of `search_layouts`. `given` holds the command-line settings; options
-    that would not change them are omitted.
+    `advice` is the result of `search_layouts`, and must contain a layout. `given` holds the
+    command-line settings. Options that would not change them are left out.
     """
     rows = []
     for plan in advice.plans:

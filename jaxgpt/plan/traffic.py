@@ -1,4 +1,4 @@
-"""Communication of one step, from formulas in papers, without compiling.
+"""Communication of one step, computed from formulas in papers, without compiling.
 
 Sources: ZeRO (arXiv 1910.02054), Megatron-LM (1909.08053), sequence parallelism (2205.05198),
 pipelines (2104.04473), Ulysses (2309.14509) and the ring (2310.01889). Tests compare the results
@@ -37,10 +37,10 @@ class Parameter:
     `size` is the number of elements without sharding over `fsdp`.
     """
 
-    layers: int  # number of layers that the device stores; 0 for a weight outside the layers
+    layers: int  # number of layers that the device stores; 0 if the weight is not part of a layer
     size: int
-    axes: frozenset[str]  # mesh axes that shard it, if the ZeRO stage shards parameters
-    is_gathered_in_dtype: bool  # whether it is gathered in the compute dtype instead of float32
+    axes: frozenset[str]  # mesh axes that shard the array if the ZeRO stage shards parameters
+    is_gathered_in_dtype: bool  # True if ZeRO gathers it in the compute dtype, False if in float32
     is_vocabulary: bool
 
 
@@ -48,7 +48,10 @@ class Parameter:
 def local_parameters(
     model: ModelConfig, stage: int, fsdp: int, tensor: int
 ) -> tuple[Parameter, ...]:
-    """Return the parameters of one device. `model.vocab_size` must be set."""
+    """Return the parameters of one device, given the sizes of three mesh axes.
+
+    `model.vocab_size` must be set.
+    """
     mesh = MeshShape(stage=stage, fsdp=fsdp, tensor=tensor)
 
     def describe(weight: Weight) -> Parameter:
@@ -69,9 +72,9 @@ def local_parameters(
 
 @dataclass(frozen=True)
 class Work:
-    """How often a device runs each part of the network in a step."""
+    """Number of times that a device runs each part of the network in a step."""
 
-    tokens: int  # tokens of one microbatch on one device; the other fields count runs
+    tokens: int  # tokens of a microbatch on one device; all other fields count executions
     heads: int  # the output layer and the loss
     embeddings: int  # the forward pass of the embedding
     layers: int  # the forward pass of one layer, without recomputation
@@ -80,7 +83,7 @@ class Work:
 
 
 def step_work(config: Config, mesh: MeshShape) -> Work:
-    """Return how often each device runs the parts of the network in a step."""
+    """Return the work of each device in a step."""
     n, stages = config.train.gradient_accumulation_steps, mesh.split_of("splits_layers")
     rows = config.microbatch_size // mesh.split_of("splits_batch")
     tokens = rows * config.model.block_size // mesh.split_of("splits_sequence")
@@ -101,9 +104,9 @@ def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
 def expected_traffic(
     config: Config, mesh: MeshShape, devices_per_host: int | None = None
 ) -> tuple[Traffic, ...]:
-    """Return all communication of one step; model.vocab_size must be set.
+    """Return all communication of one step, with the bytes of each device as in `Collective`.
 
-    See `choose_implementation` for `devices_per_host`.
+    model.vocab_size must be set. See `choose_implementation` for `devices_per_host`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)
@@ -156,10 +159,10 @@ def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...])
 def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
     """Return the reduction of gradients.
 
-    Data parallelism all-reduces them. ZeRO reduce-scatters them over `fsdp`, and all-reduces the
-    shards over the other axes. If `tensor` does not split a weight, its gradient is also
+    Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
+    the shards over the other axes. If `tensor` does not split a weight, its gradient is also
     all-reduced over `tensor` when sequence parallelism is used or the weight is a vocabulary table.
-    Pipeline stages all-reduce the gradients of weights outside the layers.
+    Pipeline stages all-reduce the gradients of weights that are not part of a layer.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
@@ -188,9 +191,10 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
 def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Traffic]:
     """Return the traffic of tensor and sequence parallelism (arXiv 1909.08053 and 2205.05198).
 
-    Each pass has two all-reduces per layer, and one more for the embedding (forward) or the output
-    layer (backward). With sequence parallelism, a reduce-scatter and an all-gather replace each of
-    them, and the backward pass repeats the all-gathers of the forward pass (section 4.2.2).
+    Each pass has two all-reduces per layer. The forward pass has another for the embedding, and the
+    backward pass has another for the output layer. With sequence parallelism, a reduce-scatter and
+    an all-gather replace each all-reduce, and the backward pass repeats the all-gathers of the
+    forward pass (section 4.2.2).
     """
     axes = axes_with("splits_heads")
     if mesh.split_of("splits_heads") == 1:
@@ -230,7 +234,7 @@ def _pipeline(
 
     Activations move to the next stage in each tick, and their gradients move back. The outputs of
     the last stage are scattered, and their gradients are gathered. If stages run layers that other
-    stages store, they exchange weights twice, and accumulators and gradients once.
+    stages store, they exchange the weights twice, and the accumulators and the gradients once.
     """
     axes = axes_with("splits_layers")
     if not work.ticks:
@@ -258,8 +262,8 @@ def _context_parallelism(
     """Return the traffic of context parallelism.
 
     Ulysses exchanges queries, keys, values and outputs (arXiv 2309.14509, section 3.2). In a ring,
-    keys and values rotate in both passes, and their float32 gradients in the backward pass (arXiv
-    2310.01889, section 3). Savings from windows shorter than half a row are ignored.
+    keys and values rotate in both passes (arXiv 2310.01889, section 3). Their float32 gradients
+    rotate in the backward pass. Savings from windows shorter than half a row are ignored.
     """
     axes, n = axes_with("splits_sequence"), mesh.split_of("splits_sequence")
     if n == 1:
@@ -320,7 +324,7 @@ def _loss_and_norm(
 
 
 def sum_traffic(found: tuple[Traffic, ...]) -> tuple[Collective, ...]:
-    """Merge traffic of the same kind over the same axes."""
+    """Add up all traffic of the same kind over the same axes."""
     sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for c in found:
         count, size = sums.get((c.kind, c.axes), (0, 0))
