@@ -73,7 +73,7 @@ def parser() -> CommandParser:
     kind = bench(
         "startup", "time to the first step, cold and warm, compared with the imports alone"
     )
-    number(kind, "--runs", "number of cold starts, and of warm starts; default 3")
+    number(kind, "--runs", "number of cold starts, each followed by a warm start; default 3")
     number(
         kind,
         "--processes",

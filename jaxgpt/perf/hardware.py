@@ -29,7 +29,7 @@ class Device:
     platform: str = "gpu"  # as in `jax.Device.platform`
 
 
-# Patterns for NVIDIA GPUs end with $ to exclude MIG slices, whose names add a suffix.
+# Patterns for NVIDIA GPUs end with $ to exclude MIG slices, whose names have a suffix.
 
 # From NVIDIA's H100 data sheet (SXM): dense FLOP/s are half of the numbers "with sparsity", and
 # NVLink 4 has 900 GB/s, counting both directions. From the DGX H100 user guide: eight 400 Gb/s
@@ -112,7 +112,7 @@ _TABLE = (
         host_bandwidth=64e9 / 2,
         devices_per_host=12,
     ),
-    # A simulated device is a share of an unknown CPU, so it has no fixed numbers.
+    # A simulated device is a share of an unknown CPU, so its numbers are unknown.
     Device(name="cpu", match="^cpu$", platform="cpu"),
 )
 

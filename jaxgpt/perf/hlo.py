@@ -22,7 +22,7 @@ _MOVES |= {"pad", "reverse", "gather"}
 # Opcodes that are fused into other operations or take no time.
 FREE = {"parameter", "constant", "iota", "bitcast", "broadcast", "reshape", "tuple"}
 FREE |= {"get-tuple-element", "after-all"}
-# Opcodes that do nothing but run other instructions, which have events of their own.
+# Opcodes that only run other instructions, which have their own events.
 _CONTAINERS = {"while", "conditional", "call"}
 
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
@@ -95,7 +95,7 @@ class HloProgram:
         """
         frames = self.tables.get("StackFrames", {})
         number = int(instruction.attribute("stack_frame_id") or 0)
-        # With JAX 0.10, XLA writes caller IDs one too high: the outermost frame has 1 instead of 0.
+        # With JAX 0.10, caller IDs are too high by 1: the outermost frame has 1 instead of 0.
         shift = _numbers(frames[1])[1] if 1 in frames else 0
         out = []
         while number in frames:

@@ -1,6 +1,7 @@
 """Formulas for the memory that a step needs and for the bytes that it moves, without compiling.
 
-`--advise` uses them to choose which layouts to compile. They take less than a millisecond.
+`--advise` uses these formulas to choose which layouts to compile. Evaluating them takes less than a
+millisecond.
 """
 
 import jax
@@ -102,9 +103,8 @@ def layer_activations(
 def memory_traffic(config: Config, mesh: MeshShape) -> int:
     """Return the bytes that a GPU reads and writes in the forward and backward passes of a step.
 
-    The formula counts accesses to arrays, assuming that elementwise operations are fused with each
-    other, but not with matmuls. It excludes recomputed layers and the update. `model.vocab_size`
-    must be set.
+    The formula assumes that elementwise operations are fused with each other, but not with matmuls.
+    It excludes recomputed layers and the update. `model.vocab_size` must be set.
     """
     model, D = config.model, config.model.n_embd
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

@@ -43,7 +43,7 @@ ASSUMPTIONS = (
     f"{LATENCY['link'] * 1e6:.1f} us in a host and {LATENCY['network'] * 1e6:.1f} us between hosts",
     f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation, "
     "except in a pipeline",
-    "the transfers of a ring overlap with attention, and other communication with nothing",
+    "the transfers of a ring overlap with attention, and other communication does not overlap",
     "the update reads and writes parameters, gradients and moments once",
     "computation waits for transfers from host memory, which use the device's host link",
 )
