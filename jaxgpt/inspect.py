@@ -8,8 +8,8 @@ Without `--worst`, this needs only the data, and is as fast for step 10^9 as for
 If the data has a loss mask, `targets` is the number of tokens in a row that count toward the loss,
 and their text is printed between [[ and ]].
 
-`sequence` is the index of a row among all samples of the run, from 0. A run never repeats or skips
-a sequence, even if train.batch_size changes. For steps up to the newest checkpoint, the command
+`sequence` is the index of a row among all samples of the run, from 0. A change of train.batch_size
+neither repeats nor skips a sequence. For steps up to the newest checkpoint, the command
 uses the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
 
@@ -125,7 +125,10 @@ def _look_up(
 
 @functools.lru_cache(maxsize=1000)
 def row_text(run: Path, step: int, row: int) -> str:
-    """Return the origin and text of one row of a step, or why it cannot be read."""
+    """Return the origin and text of one row of a step, or the reason why it cannot be read.
+
+    Raises `UsageError` if the tokenizer needs a package that is not installed.
+    """
     if step < 1:  # from a damaged record
         return f"row {row} cannot be read: there is no step {step}"
     try:
@@ -192,7 +195,9 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
 
 
 def _checkpoint_before(run: Path | None, step: int) -> int:
-    """Return the step of the newest checkpoint before `step`, else of the newest checkpoint.
+    """Return the step of the newest checkpoint before `step`.
+
+    If there is none before `step`, return the step of the newest checkpoint.
 
     Raises:
         UsageError: if there is no checkpoint.

@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
-    """Write a dataset and print a summary; see `prepare` for the exceptions."""
+    """Write a dataset and print a summary.
+
+    Raises `UsageError` like `prepare`, and also if the folder cannot be written.
+    """
     name = arguments.name if arguments.command == "text" else arguments.command
     directory = arguments.out or dataset_directory(DataConfig(dataset=name))
     directory = Path(os.path.abspath(directory))  # because `.` has no name
@@ -96,9 +99,9 @@ def prepare(
     without --out replaces the data in its default folder. The processes of `pool` tokenize files.
 
     Raises:
-        UsageError: if the input is invalid, if Tiny Shakespeare cannot be downloaded, if a package
-            that the input needs is not installed, or if `check_new` rejects `directory`.
-        OSError: if `directory` cannot be written.
+        UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,
+            if a required package is not installed, or if `check_new` rejects `directory`.
+        OSError: if `directory` cannot be written, or Python's source code cannot be read.
     """
     if arguments.command != "text":
         if arguments.out is not None:  # the default folder is reserved for this dataset
@@ -124,7 +127,7 @@ def prepare(
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """Raise `UsageError` if data would be overwritten, because it may have taken hours to encode.
 
-    With `overwrite`, a tokenizer.json and data of the same format may be replaced. Data in the
+    With `overwrite`, a tokenizer's file and data of the same format may be replaced. Data in the
     other format always raises an error. Also raises `UsageError` if `directory` is a file.
     `format_` is "nanogpt" or "megatron".
     """

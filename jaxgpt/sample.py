@@ -100,7 +100,7 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
-    """Return the prompts. As in nanoGPT, `--prompt FILE:NAME` reads a prompt from a file.
+    """Return the prompts. As in nanoGPT, `--prompt FILE:NAME` reads the prompt from file NAME.
 
     Raises `UsageError` if the file cannot be read, if it has no prompts, or if the tokenizer cannot
     encode a prompt.
@@ -156,7 +156,9 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
-    """Yield all samples so far, in the order of the prompts, whenever they grow.
+    """Yield all samples so far, in the order of the prompts, after each batch.
+
+    With --stream, unfinished samples are also yielded while they grow.
 
     All processes must exhaust the iterator. Raises `UsageError` if the run, its tokenizer, the
     mesh or a prompt cannot be used.

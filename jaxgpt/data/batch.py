@@ -49,11 +49,12 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
     """Make a batch for computing logits. Its targets and weights are 0.
 
-    A new segment begins after each end-of-text token, and positions restart at 0.
+    If `end_of_text` is given, a new segment begins after each such token, and positions restart at
+    0. Otherwise, each row is one segment.
 
     Args:
         tokens: int32 (B, T).
-        end_of_text: as for `make_batch`.
+        end_of_text: ID of the token that ends a document.
     """
     B, T = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
@@ -74,9 +75,9 @@ def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
 
 
 def total_weight(batch: Batch) -> jax.Array:
-    """Return the loss divisor, max(sum of the weights, 1), as a float32 scalar.
+    """Return the divisor of the loss, max(sum of the weights, 1), as a float32 scalar.
 
-    Because of the maximum, a batch without targets has a loss of 0.
+    With this divisor, a batch without targets has a loss of 0.
     """
     return jnp.maximum(batch.weights.sum(), 1.0)
 

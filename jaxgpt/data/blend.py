@@ -25,7 +25,7 @@ class BlendEntry:
     weight: Fraction
     weight_text: str  # as given by the user
     path: Path
-    corpus: str  # default: the last part of the path, or the full path if that is ambiguous
+    corpus: str  # default: the file or folder name, or the full path if the name is ambiguous
     key: str  # the setting that selects the source, for error messages
 
     @property
@@ -102,7 +102,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return the (share of all samples, corpus) pairs that determine the sampling order."""
+    """Return (share of all samples, corpus) for each source. They determine the sample order."""
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
@@ -120,7 +120,8 @@ class WeightedInterleave:
     Otherwise, rounding could make a count decrease within a block.
 
     All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
-    (Grain's mix is also O(1), but deviates by up to 1.3 for five corpora and 4.4 for twenty.)
+    (Grain's mix is also O(1), but its counts deviate by up to 1.3 for five corpora and 4.4 for
+    twenty.)
     """
 
     def __init__(self, weights: Sequence[Fraction]):
@@ -134,7 +135,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return the corpus of sample n (from 0), and how many earlier samples that corpus has."""
+        """Return (index of the corpus of sample n, number of its earlier samples); n is from 0."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -163,7 +164,7 @@ class WeightedInterleave:
         weights, total = self._weights, self._sum
 
         def released(corpus: int) -> tuple[int, int]:
-            """Return (n, i): n > j / w_i is the earliest position of corpus i's next sample."""
+            """Return (n, corpus): the earliest position n (from 1) for the corpus's next sample."""
             return max(given[corpus] * total // weights[corpus] + 1, first + 1), corpus
 
         given = list(before)
@@ -174,7 +175,7 @@ class WeightedInterleave:
         for n in range(first + 1, end + 1):
             while waiting and waiting[0][0] <= n:
                 corpus = heapq.heappop(waiting)[1]
-                # Once n w_i exceeds j + 1, a count of j would be too low by more than 1.
+                # If n w_i exceeds count_i + 1, corpus i is behind by more than one sample.
                 deadline = (given[corpus] + 1) * total // weights[corpus] + 1
                 heapq.heappush(due, (min(deadline, end), corpus))
             deadline, corpus = heapq.heappop(due)

@@ -51,7 +51,7 @@ class Dataset:
         return any(tokens.mask is not None for tokens in splits)
 
     def size(self, split: str) -> int:
-        """Return the number of tokens in a split, summed over all sources."""
+        """Return the number of tokens in a split that all sources have, summed over the sources."""
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
@@ -65,9 +65,9 @@ class Dataset:
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """The [path, hash] of each source; see `token_file.fingerprint`.
+        """The [path, hash] of each source; the hash is the `fingerprint` of its open splits.
 
-        Raises `UsageError` if a file cannot be read or a mask is invalid.
+        Raises `UsageError` if a file cannot be read or is too short, or if a mask is invalid.
         """
         pages, out = self._pages_of_each, []
         for source in self.sources:
@@ -80,7 +80,7 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Return log lines that describe the dataset."""
+        """Return log lines that describe the dataset. It must have the splits train and val."""
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
@@ -117,9 +117,9 @@ class Dataset:
         pages per source.
 
         Raises:
-            UsageError: if a file cannot be read, if a token is outside the vocabulary, if a loss
-                mask holds a byte other than 0 or 1, or if the only source does not match the
-                fingerprint in its meta.json.
+            UsageError: if a file cannot be read or is too short, if a token is outside the
+                vocabulary, if a loss mask holds a byte other than 0 or 1, or if there is only one
+                source and it does not match the fingerprint in its meta.json.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -166,12 +166,12 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     """Return `config` with the vocabulary size and, for data.document_mask, the end-of-text token.
 
-    If `dataset` is None, the vocabulary size comes from `vocabulary_size`, and the end-of-text
-    token defaults to 0.
+    The token is data.end_of_text or, by default, the tokenizer's end-of-text token. If `dataset` is
+    None, the vocabulary size comes from `vocabulary_size`, and the token defaults to 0.
 
     Raises:
-        UsageError: if the dataset's end-of-text token is unknown or outside the vocabulary. Also
-            raises whatever `vocabulary_size` raises.
+        UsageError: if data.document_mask is set and the end-of-text token is unknown or outside the
+            vocabulary. Also raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -197,8 +197,9 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     If model.vocab_size is set, no file is read.
 
     Raises:
-        UsageError: if the size is unknown, if data.file_list or a blend is invalid, if the data or
-            a tokenizer is damaged or cannot be read, or if sources have different tokenizers.
+        UsageError: if the size is unknown, if data.file_list or a blend is invalid, if the data is
+            damaged or cannot be read, if a tokenizer cannot be loaded, or if sources have different
+            tokenizers.
     """
     if model.vocab_size:
         return model.vocab_size
@@ -215,15 +216,15 @@ def open_dataset(
 ) -> Dataset:
     """Open the token files of a configuration, without reading any tokens.
 
-    If a source has no validation split, the end of its training split is used for validation. If
-    `splits` is None, each source keeps the splits found in its files. Raises the process's limit on
-    open files if necessary.
+    If `splits` is None, each source keeps the splits found in its files. Otherwise, if a source has
+    no validation split, the end of its training split is used for validation. The process's limit
+    on open files is raised if necessary.
 
     Raises:
         UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
             unreadable or too short for one row of each split, if a source lacks one of the
-            `splits`, if a tokenizer is missing or invalid, if the vocabulary size is unknown or
-            larger than model.vocab_size, if sources have different tokenizers, or if there are more
+            `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
+            than model.vocab_size, if sources have different tokenizers, or if there are more
             files than the process may open.
     """
     least = model.block_size + 1

@@ -115,7 +115,7 @@ class Loader:
         return RowLocation(corpus, source, self._samplers[source].offset(number))
 
     def corpora(self, step: int) -> np.ndarray:
-        """Return the corpus of each row in a step's batch, as an index into `names`: int, (B,)."""
+        """Return the corpus of each row in a step's batch, as an index into `names`: int64 (B,)."""
         first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
@@ -131,8 +131,11 @@ class Loader:
     def read(self, step: int, rows: range) -> np.ndarray:
         """Return rows of a step's batch: int32, shape (rows, T+1).
 
+        If `is_random(step)`, the tokens are random.
+
         Raises:
-            UsageError: if a file cannot be read or a token is outside the vocabulary.
+            UsageError: if a file cannot be read or is too short, or if a token is outside the
+                vocabulary.
         """
         first, is_random = self.sequence(step, 0), self.is_random(step)
         out = np.empty((len(rows), self._row_length), np.int32)
@@ -154,7 +157,7 @@ class Loader:
         """Return the loss weights (0 or 1) for rows of a step's batch: uint8, (rows, T+1).
 
         Raises:
-            UsageError: if a mask cannot be read or holds a byte other than 0 or 1.
+            UsageError: if a mask cannot be read, is too short, or holds a byte other than 0 or 1.
         """
         first = self.sequence(step, 0)
         out = np.empty((len(rows), self._row_length), np.uint8)
@@ -197,7 +200,7 @@ class Loader:
 def global_array(
     shape: tuple[int, ...], sharding: "NamedSharding", read: Callable[[range], np.ndarray]
 ) -> "jax.Array":
-    """Make a global array. Only its row axis may be sharded.
+    """Return a global array of the given shape. Only its first axis (rows) may be sharded.
 
     `read` returns the values for a range of rows: (rows, ...). Each process reads only the rows on
     its devices. Raises whatever `read` raises.

@@ -26,9 +26,9 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path) -> OpenSource:
     """Open the files of all splits, with their loss masks.
 
-    The dtype is in meta.json; the default is uint16. Raises `UsageError` if a split in meta.json
-    has no file, if a file is damaged, or if a mask is not listed in meta.json, and `OSError` if a
-    file cannot be read.
+    The dtype is in meta.json; the default is uint16. Raises `UsageError` if a file listed in
+    meta.json is missing, if a file is damaged, or if meta.json does not list a mask. Raises
+    `OSError` if a file cannot be read.
     """
     meta = read_meta(path)
     files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
@@ -49,7 +49,7 @@ def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
     The dtype is in the folder's meta.json; the default is uint16. Raises `UsageError` if a file is
-    missing or damaged, or if the mask is not listed in meta.json, and `OSError` if a file cannot be
+    missing or damaged, or if meta.json does not list the mask. Raises `OSError` if a file cannot be
     read.
     """
     meta = read_meta(path.parent)

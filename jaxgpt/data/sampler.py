@@ -1,8 +1,8 @@
 """Sample order within one source: map a sample number to a token offset in O(1).
 
 Each epoch divides the tokens into windows of T+1 tokens that start T tokens apart, and visits them
-in random order. It draws a new order, and a new phase that shifts all windows. The first and last
-windows are moved inside the split, so every epoch covers every token.
+in random order. Each epoch has a new order and a new phase, which shifts all windows. The first and
+last windows are moved inside the split, so every epoch covers every token.
 
 `permute` gives the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
 visits a window twice for some n, such as 4^8 + 1. `permute` processes a block of windows at a time
@@ -59,10 +59,11 @@ class EpochSampler:
 
 
 def permute(indices: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Apply a pseudorandom permutation of 0..n-1 (n > 1) to 1-D `indices`; return int64, (size,).
+    """Apply a pseudorandom permutation of 0..n-1 (n > 1) to integers, shape (size,).
 
     The permutation is the Simon block cipher (https://eprint.iacr.org/2013/404) with blocks of at
     least 16 bits and `ROUNDS` rounds. Results outside 0..n-1 are encrypted again (cycle walking).
+    The result is int64, shape (size,).
     """
     half = max(-(-(n - 1).bit_length() // 2), 8)  # number of bits in half a block
     mask = (1 << half) - 1

@@ -167,8 +167,8 @@ def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPL
     """Return a hash of the vocabulary size, and of each split's size, dtype and sampled pages.
 
     It has the form "sha256:DIGEST". At most `most` pages of each split are hashed, together with
-    their loss masks. Raises `UsageError` if a file cannot be read or a mask holds a byte other than
-    0 or 1.
+    their loss masks. Raises `UsageError` if a file cannot be read or is too short, or if a mask
+    holds a byte other than 0 or 1.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

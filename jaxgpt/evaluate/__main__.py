@@ -118,8 +118,8 @@ def input_folder(
     """Yield `settings`. With --input, also set data.path to a temporary folder with its tokens.
 
     All processes must call this. The first process of each host tokenizes the text with the run's
-    tokenizer or data.tokenizer. Raises `UsageError` if the tokenizer is unknown, if the text cannot
-    be tokenized, or if `settings` also select data.
+    tokenizer or data.tokenizer. Raises `UsageError` if --split or `settings` also select data, or
+    if the checkpoint, its tokenizer or the text cannot be used.
     """
     if arguments.input is None:
         yield settings
@@ -181,7 +181,8 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
     """Return the evaluation settings, and the losses of the split and of each corpus.
 
     The losses of the split are at the top level, and those of each corpus are in `corpora`, by
-    name: nats per token, perplexity, bits per byte (or None), and counts of tokens and bytes.
+    name: nats per token, perplexity, bits per byte, and counts of tokens and bytes. The bits and
+    bytes are None if the tokenizer is unknown.
     """
 
     def figures(loss: Loss) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Encoder(NamedTuple):
 def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder for the weights in a folder.
 
-    For weights from transformers, the encoder behaves like transformers 5 with its default
+    For transformers weights with a tokenizer.json, it behaves like transformers 5 with its default
     settings. If the tokenizer settings contain add_bos_token or add_eos_token, these determine
     whether BOS and EOS are added. Otherwise, tokenizer.json determines the special tokens. For
     other weights, no special tokens are added. Raises `UsageError` if a settings file cannot be

@@ -54,7 +54,7 @@ class JaxGPT(TemplateLM):
             max_batch_size, device: accepted because lm_eval passes them to every model, but unused.
             others: must be empty; reported as unknown arguments.
 
-        Raises `UsageError` for invalid arguments, a missing or damaged checkpoint, a run without a
+        Raises `UsageError` for invalid arguments, a model that cannot be loaded, a run without a
         tokenizer, or more than one process.
         """
         super().__init__()
@@ -152,9 +152,9 @@ class JaxGPT(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
-        It has at most max_gen_toks tokens. A context that leaves no room for max_gen_toks tokens is
-        truncated on the left. Raises `UsageError` like `tok_encode`, and for generation options
-        that are not supported or out of range.
+        A continuation has at most max_gen_toks tokens. A context that leaves no room for
+        max_gen_toks tokens is truncated on the left. Raises `UsageError` like `tok_encode`, and for
+        generation options that are not supported or out of range.
         """
         out = []
         for request in requests:

@@ -57,7 +57,7 @@ class Trained:
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a run directory. For a transformers model, it is temporary.
+    """Yield the run directory `where`, or a temporary one for a transformers model.
 
     `where` is a transformers model if it is hf:FOLDER, or a folder with a config.json and no
     checkpoints. All processes must call this. The first process of each host converts the weights
@@ -88,8 +88,8 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
     """Yield a temporary folder `name`, which the first process of each host creates with `write`.
 
-    Each host has its own, because hosts might not share temporary folders. All processes must call
-    this. If `write` raises `UsageError` on any process, all of them raise it.
+    Each host has a separate folder, because hosts might not share temporary folders. All processes
+    must call this. If `write` raises `UsageError` on any host, all processes raise it.
     """
     with contextlib.ExitStack() as at_end:
 
@@ -124,7 +124,7 @@ def find_trained(
         block_size: length T of the longest row; default the model's.
 
     Raises `UsageError` if there is no such checkpoint, if its metadata is damaged, if its
-    tokenizer.json is missing or has changed, if the mesh does not fit the model, if a setting is
+    tokenizer is missing or has changed, if the mesh does not fit the model, if a setting is
     not a valid data setting, or if block_size is larger than the model's.
     """
     step = choose_checkpoint(where, step)
@@ -175,7 +175,7 @@ class Model:
         cluster: ProcessGroup,
         params: "Params | None" = None,
     ):
-        """Initialise JAX and load the parameters.
+        """Initialize JAX and load the parameters.
 
         Args:
             trained: the checkpoint.
@@ -251,7 +251,8 @@ class Model:
         Losses are float32 in nats, and tokens are int32 IDs. Element i is for token i + 1 of the
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
         0. `rows` may also be a list of sequences of at most `block_size` token IDs. In that case,
-        both have the shape (n - 1,) for a sequence of n tokens.
+        both have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise
+        `UsageError` as in `logits`.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -370,9 +371,9 @@ class Model:
     ) -> str:
         """Return a prompt followed by generated text. See `generate_tokens`.
 
-        Generation stops before the first `stop` string. An empty prompt stands for the end-of-text
-        token or, without one, token 0. Raises `UsageError` if the model has no tokenizer, or if the
-        tokenizer cannot encode the prompt.
+        Generation stops before the first `stop` string. An empty prompt becomes the end-of-text
+        token, or token 0 if the tokenizer has no such token. Raises `UsageError` if an argument is
+        invalid, if the model has no tokenizer, or if the tokenizer cannot encode the prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
@@ -392,7 +393,7 @@ class Model:
         The results are the same as if each prompt were the only one, up to rounding.
 
         Args:
-            prompts: the prompts, as for `generate`.
+            prompts: one or more prompts, as for `generate`.
             n_tokens: number of tokens to generate for each prompt.
             sampling: how to choose each token.
             seeds: a random seed for each prompt.
@@ -470,8 +471,8 @@ class Model:
     ) -> Iterator[np.ndarray]:
         """Yield generated tokens that continue several prompts: int32 (B, N), N at most `at_once`.
 
-        The caller should stop iterating when every text is complete. See `stream` and
-        `generate_tokens`.
+        The caller should stop iterating when every text is complete. For the arguments, see
+        `stream` and `generate_tokens`. Raises `UsageError` like `generate_tokens`.
         """
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):
@@ -496,7 +497,7 @@ class Model:
             yield np.take_along_axis(np.asarray(text.tokens_S), columns_BN, axis=1)
 
     def _generator(self, n_texts: int, n_tokens: int, sampling: Sampling) -> Any:
-        """Return the jitted functions of `Generator` for a batch of texts."""
+        """Return the jitted functions of `make_generator` for a batch of texts."""
         import jax
 
         from jaxgpt.train.generate import Text, make_generator

@@ -40,7 +40,7 @@ class Loss:
 
     @property
     def perplexity(self) -> float:
-        """exp(mean loss); infinite for a mean loss of 700 or more."""
+        """exp(mean loss); infinite for a mean loss of 700 or more, and NaN without tokens."""
         return math.inf if self.mean >= 700 else math.exp(self.mean)
 
     @property
@@ -130,7 +130,7 @@ class Split:
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
         """Raise `UsageError` if any of `tokens` is not in the tokenizer's vocabulary.
 
-        `tokens` must not be empty.
+        `tokens` must not be empty, and the tokenizer must be known.
         """
         if tokens.max() >= self.tokenizer.vocab_size:
             raise UsageError(
@@ -157,8 +157,8 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     `stride` is the number of tokens between the starts of rows, by default `trained.block_size`.
     Raises `UsageError` if the data is missing, damaged or too short, if its tokenizer differs from
     the model's and data.accept_changes is not set, if the weights were imported and no data is
-    given, if the end-of-text token for data.document_mask is unknown, or if the stride is larger
-    than a row.
+    given, if the end-of-text token for data.document_mask is unknown or outside the vocabulary, or
+    if the stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:

@@ -18,7 +18,7 @@ def encode_answers(
     whole text, unless a token would cross the start or end of an answer. In that case, the text is
     split there before it is tokenized, because at inference the model sees only the prompt. There
     must be at least one document. All documents must have answers and the same `has_special`.
-    Raises `UsageError` if a character is not in the vocabulary.
+    Raises `UsageError` like `Tokenizer.encode_batch`.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special

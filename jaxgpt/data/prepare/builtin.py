@@ -32,8 +32,8 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
     """Prepare character-level Tiny Shakespeare. Return the lines that nanoGPT prints for it.
 
     The dataset is written to `directory`. The text is downloaded if `input_file` is None. Raises
-    `UsageError` if the text cannot be downloaded or read, or is too short, and `OSError` if
-    `directory` cannot be written.
+    `UsageError` if the text cannot be downloaded or read, comes from a pipe, or is too short.
+    Raises `OSError` if `directory` cannot be written.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
     from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
@@ -68,8 +68,8 @@ def prepare_text(
     """Prepare text, JSON lines and Parquet files. Return lines that describe the dataset.
 
     If all files are text, the last `val_share` of the characters is used for validation, as in
-    nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text. If
-    there are few documents, it uses the end of the tokens.
+    nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text, or
+    the end of the tokens if there are few documents.
 
     Args:
         directory: folder to write the dataset to.
@@ -77,15 +77,15 @@ def prepare_text(
         tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
         json_key: keys that hold the text in JSON lines and Parquet files; see `LineFormat.key`.
         chat_template: file with a chat template; by default, the tokenizer's template is used.
-        val_share: share of the data to use for validation; the defaults are in `corpus.py`.
-            Megatron data is not split.
+        val_share: share of the data to use for validation; if 0 or None, a default in `corpus.py`
+            applies. Megatron data is not split.
         split: split for all of the text; by default, the text is divided into splits.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, as in `load_tokenizer`.
         pool: processes that tokenize files; by default, this process tokenizes them.
 
     Raises:
-        UsageError: if an option or the input is invalid.
+        UsageError: if an option or the input is invalid, or a required package is not installed.
         OSError: if `directory` cannot be written.
     """
     from jaxgpt.data.prepare.corpus import Corpus, write_megatron, write_nanogpt
@@ -137,7 +137,7 @@ def prepare_text(
 
 
 def megatron_name(directory: Path) -> str:
-    """Return the name of a folder without the end `_KEY_document` that a Megatron prefix has."""
+    """Return a folder's name without the suffix `_KEY_document` of a Megatron prefix."""
     return re.sub(r"_[^_]+_document$", "", directory.name)
 
 

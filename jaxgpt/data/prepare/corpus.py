@@ -31,7 +31,7 @@ class Corpus:
 
     files: list[Path]
     lines: LineFormat  # the format of JSON lines and Parquet rows
-    val_share: float | None = None  # if None, a default applies
+    val_share: float | None = None  # if None or 0, a default applies
     split: str | None = None  # the split for all of the text; if None, the text is divided
 
     @property
@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
     tokens: dict[str, int]  # number of tokens in each split
     targets: dict[str, int]  # number of targets in each split; empty without a loss mask
     documents: int
-    division: str  # how the text was divided into splits
+    division: str  # how the text was divided into splits; empty for Megatron data
 
 
 class _Division(NamedTuple):

@@ -38,7 +38,7 @@ _PART = 1 << 26  # approximate number of bytes of small files per part
 class Part(NamedTuple):
     """A folder with SPLIT.bin, masks and lengths.bin.
 
-    lengths.bin holds the length in tokens of each document that ends in the part: int64.
+    lengths.bin holds the length in tokens of each document: int64, shape (documents,).
     """
 
     folder: Path

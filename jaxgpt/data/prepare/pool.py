@@ -25,9 +25,9 @@ class Workers(NamedTuple):
 def job_workers(threads: int | None) -> Iterator[Workers]:
     """Connect the processes of a job: process 0 gets a pool, and the others are its workers.
 
-    The others enter the block after process 0 has left it. An exception in process 0's block
-    terminates the job at once. Tokenizers use `threads` threads per process; by default, the
-    processes on a host share its CPUs evenly.
+    The workers enter the block after process 0 has left it. If there are several processes, an
+    exception in the block terminates the job at once. Tokenizers use `threads` threads per process;
+    by default, the processes on a host share its CPUs evenly.
 
     Raises:
         UsageError: if several processes were started without MPI, or if MPI cannot be used.

@@ -53,8 +53,8 @@ class InputFile:
 
         Raises:
             UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, if a
-                long document cannot be split without changing its tokens, or if a chat template is
-                missing or invalid.
+                long document cannot be split without changing its tokens, or if a chat template or
+                a required package is missing or invalid.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)
