@@ -142,7 +142,7 @@ def row_text(run: Path, step: int, row: int) -> str:
 
 
 def _chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` selects, all by default; raise `UsageError` if invalid."""
+    """Return the rows that `--rows` selects, by default all; raise `UsageError` if invalid."""
     if found := re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})|([0-9]{1,9})", given or ":"):
         first, end, only = found.groups()
         start = int(only or first or 0)

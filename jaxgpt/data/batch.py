@@ -83,7 +83,7 @@ def total_weight(batch: Batch) -> jax.Array:
 
 
 def batch_specs(mesh: Mesh) -> Batch:
-    """Return the `PartitionSpec` of each array in a `Batch`, from the roles of the mesh axes."""
+    """Return the `PartitionSpec` of each array in a global `Batch` on a mesh."""
     rows, positions = (
         mesh_axes_with(role, mesh) or None for role in ("splits_batch", "splits_sequence")
     )

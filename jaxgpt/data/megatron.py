@@ -61,7 +61,7 @@ class Index:
         `token` must be at least 0 and less than `total_tokens`.
         """
         assert 0 <= token < self.total_tokens, token
-        # An empty sequence starts where the next one does, so the last match contains the token.
+        # An empty sequence has the same start as the next sequence, so use the last match.
         sequence = bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
         number = bisect.bisect_right(self.documents, sequence) - 1
         return Document(number, self.document_start(number), self.document_start(number + 1))

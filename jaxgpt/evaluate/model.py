@@ -248,7 +248,7 @@ class Model:
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 
-        Losses are float32 in nats, and tokens are int32 IDs. Element i is for token i + 1 of the
+        Losses are float32 in nats, and tokens are int32 IDs. Element i refers to token i + 1 of the
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
         0. `rows` may also be a list of sequences of at most `block_size` token IDs. In that case,
         both have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise
@@ -265,7 +265,7 @@ class Model:
                 yield tuple(values[: max(0, text.size - 1)] for values in scores)
             return
         in_flight: deque[tuple[int, Any]] = deque()
-        show = None if self._cluster.is_main else True  # if None, only on a terminal
+        show = None if self._cluster.is_main else True  # None shows the bar only on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
         with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
             for first in itertools.count(0, self.batch_size):

@@ -47,8 +47,8 @@ class Loss:
     def bits_per_byte(self) -> float | None:
         """The loss in bits per byte of text (arXiv 2101.00027, section 3.1).
 
-        It can be compared across tokenizers. It is None if there is no tokenizer or the text is
-        empty.
+        This number can be compared across tokenizers. It is None if the tokenizer is unknown or the
+        text is empty.
         """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
@@ -80,7 +80,7 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return which predictions in a row count, as a slice; prediction i is for token i + 1."""
+        """Return the slice of a row's predictions that count. Prediction i is for token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
@@ -90,7 +90,7 @@ class Split:
 
     dataset: Dataset
     name: str  # name of a split, or `ALL`
-    trained: Trained  # with data.document_mask, it has this data's end-of-text token
+    trained: Trained  # if data.document_mask is set, with the data's end-of-text token
     tokenizer: Tokenizer | None
     windows: tuple[Windows, ...]  # one for each sequence in `texts`
     warnings: tuple[str, ...] = ()

@@ -17,8 +17,7 @@ def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> W
     Args:
         prompt: the prompt.
         text: the text so far, which begins with the prompt.
-        stop: strings before which the new text ends. If several occur, the one that is completed
-            first counts.
+        stop: stop strings. The new text ends just before the one that is completed first.
         is_last: True if no more tokens follow.
     """
     new = text[len(prompt) :]

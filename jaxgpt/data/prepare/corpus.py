@@ -220,6 +220,6 @@ def write_megatron(
             join(parts, ["train"], ".bin", scratch / f"{prefix.name}.bin")
             lengths = [np.fromfile(part.folder / "lengths.bin", "<i8") for part in parts]
             write_index(scratch / f"{prefix.name}.idx", dtype, np.concatenate(lengths))
-            Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair it with new tokens
+            Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not fit new tokens
     documents = sum(part.documents for part in parts)
     return Prepared(tokenizer, tokens, {}, documents, "")

@@ -139,7 +139,7 @@ def megatron_writer(
             yield add
         assert not unfinished, "the last document has not ended"
         write_index(scratch / f"{prefix.name}.idx", dtype, np.array(lengths, np.int64))
-        Path(f"{prefix}.idx").unlink(missing_ok=True)  # never pair the old index with new tokens
+        Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not fit new tokens
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
