@@ -1,4 +1,4 @@
-"""Start a command on all hosts of the job with mpiexec or, under Slurm, with srun.
+"""Start a command on all hosts of the job with mpiexec or srun.
 
 `python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of the PBS or Slurm job (or
 uses this host), detects the machine and its launcher, prints the command line and executes it.

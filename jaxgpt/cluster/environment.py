@@ -25,8 +25,8 @@ MPI_LAUNCHERS = (
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
-SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port to which process 0 reports its progress
-JOB = "JAXGPT_JOB"  # ID of the attempt, in the environment of all its processes
+SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port that receives the progress of process 0
+JOB = "JAXGPT_JOB"  # ID of the attempt
 # Slurm's reserved step IDs for interactive shells, batch scripts and the extern step.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
@@ -44,7 +44,7 @@ class Launch:
     through: Literal["mpi", "tcp", None] = None  # None for a single-process job
     rank: int = 0
     size: int | None = 1  # None if only MPI knows
-    address: str | None = None  # host:port of process 0, if known
+    address: str | None = None  # host:port of process 0 if `through` is "tcp"
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch:
@@ -86,7 +86,7 @@ def rank_from_env() -> int:
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process directly, rather than through an mpiexec."""
+    """Return whether the MPI rank in the environment comes from srun and not from an mpiexec."""
     names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
     rank = next((environ[name] for name in names if name in environ), None)
     size = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS"))
@@ -101,8 +101,8 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     """Identify a process that srun started, without using MPI.
 
     JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
-    arbitrary distribution. By default, process 0 is assumed to run on the step's first host, and
-    its port, below the ephemeral range, is derived from the job and step IDs. Raises `UsageError`
+    arbitrary distribution. By default, process 0 is assumed to run on the step's first host. Its
+    port is below the ephemeral range and is derived from the job and step IDs. Raises `UsageError`
     if a variable is invalid, if the rank or the number of tasks is missing, or if they contradict
     each other.
     """
@@ -122,8 +122,8 @@ def job_name(environ: Mapping[str, str]) -> str:
 
     Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, only processes on
     this host share it. Concurrent jobs may share a name if they run in the same PBS or Slurm job
-    and their launchers set no job ID. Without `JOB_NAMES`, they may also share a name if they were
-    started from the same terminal, if a session leader has exited, or if there is no /proc.
+    and their launchers set no job ID. Without these variables, they may also share a name if they
+    were started from the same terminal, if a session leader has exited, or if there is no /proc.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")

@@ -33,8 +33,9 @@ def accelerator_expected() -> bool:
     """Return whether JAX should find an accelerator on this host, without importing JAX.
 
     If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, an
-    accelerator is expected if a JAX plugin is installed and this host has a device file for it that
-    the environment does not hide.
+    accelerator is expected if a JAX plugin is installed, this host has one of its device files, and
+    the environment does not hide its devices. A plugin that is not in `PLUGINS` may use any of
+    `DEVICE_FILES`.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
@@ -67,8 +68,8 @@ def own_cpus() -> tuple[int, ...]:
 def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
     """Try to lock an open, writable file until it is closed, without waiting.
 
-    Returns "locked", or "taken" if another process holds the lock, or "unsupported" if locking
-    fails for another reason.
+    Returns "locked" on success, "taken" if another process holds the lock, and "unsupported" if
+    locking fails for another reason.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,8 +81,9 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 def is_locked(path: Path) -> bool:
     """Return whether another process has locked a file with `lock_file`.
 
-    This does not take the lock, so it cannot disturb a run that is starting. Always returns False
-    if the file system does not support locks or the operating system is not Linux.
+    This does not take the lock, so it cannot disturb a run that is starting. Returns False if the
+    file cannot be opened, if its file system does not support locks, or if the operating system
+    is not Linux.
     """
     if sys.platform != "linux":
         return False

@@ -48,7 +48,7 @@ def read_host_file(path: str, option: str) -> Hosts:
     PBS lists a host once per slot, so slots are summed over repeated lines, and a line without
     slots counts as one. If no line specifies slots and no host is repeated, all slots are None.
     Other words of the form `key=value` are ignored. Raises a `UsageError` about `option` if the
-    file is unreadable, malformed or empty.
+    file is unreadable or malformed, or lists no hosts.
     """
     try:
         with open(path, errors="replace") as file:
@@ -81,7 +81,7 @@ def read_host_file(path: str, option: str) -> Hosts:
 def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
     """Expand a Slurm node list into unique host names, in Slurm's order.
 
-    Raises a `UsageError` about `variable` if the list is malformed.
+    Raises a `UsageError` about `variable` if the list is malformed or empty.
 
     >>> expand_node_list("nid[001-003,007],x[1-2]c[0-1]")
     ('nid001', 'nid002', 'nid003', 'nid007', 'x1c0', 'x1c1', 'x2c0', 'x2c1')
@@ -134,11 +134,11 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 
 
 def reachable_name() -> str:
-    """Return this host's name or, if other hosts cannot use it, its address on the network.
+    """Return a name or address of this host that other hosts can use.
 
-    Other hosts cannot use a name that does not resolve or that resolves to a loopback address. In
-    that case, return the address on the route to 10.255.255.255, usually the default route. Without
-    a network, return the name anyway.
+    This is the host's name, unless it does not resolve or resolves to a loopback address. In that
+    case, it is the address on the route to 10.255.255.255, which is usually the default route. If
+    there is no such route, the name is returned anyway.
     """
     name = socket.getfqdn()
     try:

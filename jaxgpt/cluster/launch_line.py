@@ -13,8 +13,7 @@ MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun
 def launch_line(environ: Mapping[str, str]) -> str | None:
     """Return the shell-quoted command line that started this job, or None if it is unknown.
 
-    It is known if jaxgpt.launch started the job, or if a launcher in `MPIEXEC` is running on this
-    host.
+    It is known if jaxgpt.launch started the job, or if `find_mpiexec` finds a launcher.
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
@@ -25,8 +24,8 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 def find_mpiexec() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
-    Returns None if no ancestor process on this host has a name in `MPIEXEC`, or if there is no
-    /proc.
+    Returns None if this process has no ancestor with a name in `MPIEXEC` on this host, or if there
+    is no /proc.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited

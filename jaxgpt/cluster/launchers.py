@@ -77,7 +77,7 @@ def place_processes(
 
     Raises:
         UsageError: if the processes do not fit the hosts, their slots or their devices, or if the
-            host list or an environment variable is invalid.
+            host list or an environment variable is invalid, or if `spare` leaves no host.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
@@ -127,7 +127,7 @@ def place_processes(
 
 
 def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
-    """Move a layout to other hosts of its job, with the same number of processes per host.
+    """Return a layout moved to other hosts of its job, with the same processes per host.
 
     `spares` is not updated.
     """
@@ -138,7 +138,7 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
 
 
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each host with its ranks and their devices.
+    """Return a text line for each host, with its ranks and their devices.
 
     The devices are taken from the environment, the known machine or this host. All hosts are
     assumed to have the same devices.
@@ -196,7 +196,7 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[La
     running it with --version.
 
     Raises:
-        UsageError: if no supported launcher is found.
+        UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher.
     """
     own, site = _own_mpiexec(), _site(layout, environ)
     unused = f"; {own} is not used" if own else ""
@@ -263,9 +263,10 @@ def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, st
 
 
 def find_mpiexec(prefer_own: bool = True) -> str:
-    """Return the path of the mpiexec next to this Python, or else of another mpiexec in PATH.
+    """Return the path of an mpiexec.
 
-    With `prefer_own=False`, the mpiexec in PATH takes precedence.
+    The mpiexec next to this Python takes precedence over others in PATH, unless `prefer_own` is
+    False.
 
     Raises:
         UsageError: if no mpiexec is found.
@@ -352,5 +353,5 @@ def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
 
 
 def _least(counts: str) -> int:
-    """Return the smallest count in a Slurm list, such as 8 for `16,8(x2)`, or 0 if it is empty."""
+    """Return the smallest count in a Slurm list, such as 8 for `16,8(x2)`; 0 for an empty list."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

@@ -84,7 +84,7 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
-        self.stalled = 0.0  # seconds in which the OS did not run this process
+        self.stalled = 0.0  # seconds for which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
         self.advice = ""  # appended to the hang report
         self._limit = limit
@@ -112,10 +112,10 @@ class Monitor:
     def connect(self, rank: int, size: int, connection: socket.socket, timeout: float) -> None:
         """Connect all processes to process 0, and start the thread.
 
-        On process 0, `connection` is a listening socket. On the others, it is connected to process
-        0. Only process 0 waits for the others. If some processes do not connect within `timeout`
-        seconds, process 0 lists them and terminates the job. It also terminates the job if a
-        process has a wrong rank or size. In both cases, the status is 1.
+        On process 0, `connection` is a listening socket. On other processes, it is connected to
+        process 0. Only process 0 waits for the other processes. If some processes do not connect
+        within `timeout` seconds, process 0 lists them and terminates the job. It also terminates
+        the job if a process has a wrong rank or size. In both cases, the status is 1.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -169,7 +169,7 @@ class Monitor:
     def write_stacks_to(self, directory: Path) -> None:
         """If the job hangs, write this process's stacks to hang-RANK.txt in `directory`.
 
-        The hang report then includes this location.
+        The hang report then includes the path of these files.
         """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
@@ -193,11 +193,11 @@ class Monitor:
         """Terminate this process with status 1 if the block takes longer than `timeout` seconds.
 
         The block starts MPI, which waits for all processes. The waiting process with the lowest
-        rank prints the missing ranks and exits, and the launcher then terminates the job. The
-        others wait `ANSWER` seconds longer. If the hosts do not share the home directory, processes
-        on other hosts count as missing. If it is not writable, process 0 exits first, without
-        listing ranks. This starts the thread, which may create files in ~/.cache/jaxgpt and removes
-        them afterwards.
+        rank prints the missing ranks and exits, and the launcher then terminates the job. Processes
+        with higher ranks exit `ANSWER` seconds later. If the hosts do not share the home directory,
+        processes on other hosts count as missing. If this directory is not writable, process 0
+        exits first, without listing ranks. This starts the thread, which may create files in
+        ~/.cache/jaxgpt and removes them afterwards.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -210,7 +210,7 @@ class Monitor:
         """Leave the job and stop the thread.
 
         This waits at most `ANSWER` seconds for the other processes to close their connections. If
-        the job is failing, this process is terminated.
+        the job is failing, this process is terminated. Does nothing if the thread is not running.
         """
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
@@ -259,7 +259,7 @@ class Monitor:
         self._tasks.create_task(self._measure_stalls())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a process of this job. Disconnect unrelated programs."""
+        """Accept a process of this job. A wrong rank or size fails the job."""
         try:
             rank, size = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
             fits = size == self.size and 0 < rank < size and rank not in self._peers
@@ -325,7 +325,7 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """On process 0, add a process's value to a collective. After the last one, reply to all."""
+        """On process 0, add a value to a collective. If it is the last one, send all values."""
         self._parts[rank] = value
         if len(self._parts) == self.size:
             answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
@@ -380,7 +380,7 @@ class Monitor:
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up the delays of this thread's wake-ups. Busy cores alone do not delay them."""
+        """Add up the delays of this thread's wake-ups."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -401,8 +401,8 @@ class Monitor:
         if 0 in self._peers and not self._silent(3 * self._interval):
             self._peers[0].send("failed", self._report[1])
             await asyncio.sleep(2 * ANSWER)
-        # Process 0 is lost or stopped, so process 1 reports the error. So does the first process on
-        # another host, because the host of processes 0 and 1 may be lost.
+        # Process 0 is lost or stopped, so process 1 reports the error. The first process on another
+        # host reports it too, because the host of processes 0 and 1 may be lost.
         elsewhere = (r for r, name in enumerate(self.host_names) if name != self.host_names[0])
         if self.rank in (1, next(elsewhere, 1)):
             report_and_end(*self._report)
@@ -512,7 +512,7 @@ def hang_sentence(
 ) -> str:
     """Return a sentence about the hanging and the waiting processes, with their activities.
 
-    The hanging processes are the `silent` ranks or, if there are none, the ones furthest behind.
+    The `silent` ranks hang. If there are none, the processes that are furthest behind hang.
     Their activity is taken from the lowest rank. `known` maps ranks to their progress, if known.
     `hosts` has the host name of each rank; if it is empty, no hosts are named.
     """
@@ -542,8 +542,8 @@ def hang_sentence(
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
     """Return "process 3 on host a", "processes 0, 1 and 2" and so on.
 
-    At most 8 of the `ranks` are listed; the others are counted. `hosts` has the host name of each
-    rank; if it is empty, no hosts are named.
+    At most 8 of the `ranks` are listed; the rest are only counted. `hosts` has the host name of
+    each rank; if it is empty, no hosts are named.
     """
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

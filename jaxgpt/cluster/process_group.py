@@ -61,7 +61,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.size > 1:  # even SystemExit, because others still run
+        if error is not None and self.size > 1:  # even SystemExit, as others still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
         self.monitor.close()  # leave MPI running; it can be initialized only once
@@ -91,7 +91,7 @@ class ProcessGroup:
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise the lowest rank's error, if any, as a `UsageError` on all processes.
+        """If any process has an error, raise `UsageError` with the lowest rank's error on all.
 
         `error` is this process's message, or None. All processes must call this.
         """
@@ -110,7 +110,7 @@ class ProcessGroup:
 
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
-    """Return (result, None) or, if `function` raises a `UsageError`, (None, its message)."""
+    """Return (result, None), or (None, message) if `function` raises a `UsageError`."""
     try:
         return function(*arguments), None
     except UsageError as error:
@@ -120,8 +120,8 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 def own_host(group: ProcessGroup) -> str:
     """Return a name or address at which all processes can reach this host.
 
-    Call this only on process 0. Returns 127.0.0.1 if all processes run on this host; otherwise, the
-    host in JAXGPT_COORDINATOR, if set, takes precedence.
+    Call this only on process 0. Returns 127.0.0.1 if all processes run on this host. In other
+    jobs, JAXGPT_COORDINATOR overrides the detected name.
     """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 
@@ -139,7 +139,8 @@ def join_process_group(
 
     If some processes do not start in time, the job ends with status 1 and an error that lists them
     if possible. It also ends with status 1 if ranks or sizes contradict each other. In a job with
-    several processes, this starts the monitor's thread. Under an MPI launcher, it initializes MPI.
+    several processes, this starts the monitor's thread. Under an MPI launcher, it starts the thread
+    and initializes MPI.
 
     Args:
         timeout: seconds to wait for the other processes.

@@ -55,7 +55,7 @@ def abort_mpi(status: int) -> None:
     """
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, there are no others to terminate
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, no other process needs to be terminated
         time.sleep(SETTLE)  # give the launcher time to forward the output
         _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's message
         faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # if Abort hangs
@@ -128,7 +128,7 @@ def job_exit_handler() -> Iterator[None]:
     except (KeyboardInterrupt, PeerLost) as error:
         end_with(error)
     except Exception as error:
-        if find_launch(os.environ).through is not None:  # exit, so that the others exit too
+        if find_launch(os.environ).through is not None:  # exit, so that all processes exit
             end_with(error)
         if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise

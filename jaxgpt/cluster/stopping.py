@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class TimeLimit(NamedTuple):
-    """Time until a run must stop or its job ends."""
+    """Time limit of a run or of its job."""
 
     seconds: float | None = None  # None for no limit
     line: str = ""  # source of the limit, for the log
@@ -109,7 +109,8 @@ class StopSignal:
     def allow_for_save(self, seconds: float) -> None:
         """Reserve enough time at the end of the job for a checkpoint that takes `seconds`.
 
-        Prints a line if this makes the run stop earlier.
+        Prints a line if this makes the run stop earlier. Does nothing if the time limit is not the
+        end of the job.
         """
         self._learn(save=seconds)
 
@@ -220,10 +221,10 @@ def pbs_seconds(text: str, now: float) -> float | None:
 
 
 def ask(*command: str) -> tuple[str, str]:
-    """Run a scheduler's command. Return (output, "") or, if it fails, ("", problem).
+    """Run a scheduler's command. Return (output, "") on success and ("", problem) on failure.
 
-    It fails if it cannot be started, exits with a nonzero status, or takes more than `COMMAND`
-    seconds.
+    The command fails if it cannot be started, exits with a nonzero status, or takes more than
+    `COMMAND` seconds.
     """
     try:
         ran = subprocess.run(

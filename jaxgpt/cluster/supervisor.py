@@ -197,8 +197,8 @@ async def check_hosts(
     """Kill leftover processes of `job` and probe each host, in parallel.
 
     A healthy host can write to `directory` and compute on each of its devices. Returns each host's
-    problem, or None if it is healthy. Raises `OSError` if the launcher cannot be started. Also
-    raises whatever `launcher` raises.
+    problem by host name; a healthy host has None. Raises `OSError` if the launcher cannot be
+    started. Also raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}

@@ -102,7 +102,11 @@ def plots_text(run: RunFiles, width: int) -> str:
 
 
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
-    """Print a table of runs or of their starts, and write the requested files."""
+    """Print a table of runs or of their starts, and write the requested files.
+
+    Raises `UsageError` if --sort is not a column or if a file cannot be written, and `OSError` if a
+    starts.jsonl cannot be read.
+    """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":
         starts = [start_rows(run.name, run.directory, run.state()) for run in runs]
@@ -136,7 +140,10 @@ def goodput_report(run: RunFiles, width: int) -> str:
 
 
 def spikes_report(run: RunFiles, png: Path | None) -> str:
-    """Return a table of a run's spikes; if `png` is given, plot the loss curve to that file."""
+    """Return a table of a run's spikes; if `png` is given, plot the loss curve to that file.
+
+    Raises `UsageError` like `draw_png`.
+    """
     lines, path = [spikes_table(sum(run.records.values(), []))], run.directory / METRICS
     if run.n_damaged:
         lines.append(f"warning: {run.n_damaged} lines of {path} are damaged and were ignored")

@@ -30,7 +30,10 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def picture(path: Path, *size: float) -> Iterator[Any]:
-    """Yield a figure, then write it; raise `UsageError` if this fails or matplotlib is missing."""
+    """Yield a figure, then write it to a file. `size` is in inches.
+
+    Raises `UsageError` if the file cannot be written or matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

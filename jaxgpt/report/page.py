@@ -113,7 +113,10 @@ class Plots:
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:
-    """Return the report as one HTML page; raise `UsageError` if Bokeh is not installed."""
+    """Return the report as one HTML page.
+
+    Raises `UsageError` if Bokeh is not installed, and `OSError` if a starts.jsonl cannot be read.
+    """
     plots = Plots(runs, min(MAX_POINTS, 6000 // len(runs)))  # so that the page stays small
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
@@ -123,7 +126,10 @@ def page(runs: Sequence[RunFiles], title: str) -> str:
 
 
 def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
-    """Return the HTML above and below the plots."""
+    """Return the HTML `above` and `below` the plots.
+
+    Raises `OSError` if a starts.jsonl cannot be read.
+    """
     rows = [run.row() for run in runs]
     cells = [[html.escape(str("-" if v is None else v)) for v in r.values()] for r in rows]
     for i, run in enumerate(runs):

@@ -86,7 +86,7 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred moving mean of the finite values, over 2% of the curve: (N,)."""
+    """Return the centred moving mean of `values` (N,) over 2% of the curve: (N,). NaNs remain."""
     if not len(values):
         return values
     window, finite = np.ones(2 * (len(values) // 100) + 1), np.isfinite(values)
@@ -98,7 +98,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 def extremes(values: np.ndarray, limit: int) -> np.ndarray:
     """Return the indices of at most `limit` values: the first, the last, and extremes.
 
-    The curve is split into (limit - 2) / 2 equal parts, and the extremes of each part are kept.
+    The indices are increasing. If all `values` (N,) fit, all are kept. Otherwise, the curve is
+    split into (limit - 2) / 2 equal parts, and the extremes of each part are kept.
     """
     if (n := len(values)) <= limit:
         return np.arange(n)

@@ -24,9 +24,9 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
-    Blocks of up to `KEPT_BYTES` are kept, in huge pages if possible. Returns a log line if the user
-    has configured malloc, otherwise none. Call this before XLA starts its threads. It does nothing
-    on other C libraries.
+    Blocks of up to `KEPT_BYTES` are kept, in huge pages if possible. Returns a list with a log line
+    if the user has configured malloc, and otherwise an empty list. Call this before XLA starts its
+    threads. It does nothing on other C libraries.
     """
     for name, value in os.environ.items():
         if (

@@ -15,8 +15,8 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return how many devices each process of a CPU job simulates.
 
     The default is the product of the axis sizes divided by the number of processes. If the mesh
-    contains -1, it is the smallest number for which the product of the other sizes divides the
-    total number of devices. JAX_NUM_CPU_DEVICES takes precedence.
+    contains -1, it is the smallest number with which the total number of devices is a multiple of
+    the product of the other sizes. JAX_NUM_CPU_DEVICES takes precedence.
 
     Raises `UsageError` if the number of processes does not divide the product of a mesh without -1,
     if a process would need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is
@@ -94,7 +94,7 @@ def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return the job's expected number of devices, before JAX starts.
 
     This is the product of the axis sizes. If the mesh contains -1, the number depends on the
-    processes and their hosts instead. In this case, on CPUs, also raises whatever
+    processes and their hosts instead. On CPUs, this then raises whatever
     `cpu_devices_per_process` raises. All processes call this together.
     """
     if shape.is_filled:

@@ -22,7 +22,8 @@ class DispatchLimiter:
     def add(self, result: Any) -> None:
         """Register a program's result. Wait for the program dispatched `LIMIT` programs earlier.
 
-        `result` is any output of the program: an array, or a tree of arrays.
+        `result` is any output of the program: an array, or a tree of arrays. Raises the error of
+        the earlier program if it failed.
         """
         self._results.append(result)
         if len(self._results) > LIMIT:

@@ -185,7 +185,8 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes stop after `step`, or None if `jax.distributed` is not used.
 
     If `requested`, this process has just been asked to stop, and sends itself SIGTERM, which JAX
-    must catch (see `initialize_jax`). Every process must call this for each step.
+    must catch (see `initialize_jax`). Every process must call this for each step. Raises
+    `RuntimeError` if `jax.distributed` was started without `preemption`.
     """
     import jax
 

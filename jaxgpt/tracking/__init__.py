@@ -20,7 +20,7 @@ from jaxgpt.tracking.wandb import Wandb
 class Tracker(Protocol):
     """A destination for records. All methods run on process 0, in one thread.
 
-    If a method raises an error, it is called again later with the same arguments.
+    If a method raises an error, it may be called again later with the same arguments.
     """
 
     view: str
@@ -72,9 +72,9 @@ class Trackers:
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
         """Open metrics.jsonl, samples.txt, the trackers in train.trackers and the supervisor link.
 
-        All but the first two run in separate threads. `run` and `resume_step` are as in
-        `Tracker.open`. `say` prints a warning. Raises `UsageError` if metrics.jsonl cannot be
-        written, and `OSError` if it cannot be read.
+        The link is opened only under `jaxgpt.launch --restarts`. The trackers and the link run in
+        separate threads. `run` and `resume_step` are as in `Tracker.open`. `say` prints a warning.
+        Raises `UsageError` if metrics.jsonl cannot be written, and `OSError` if it cannot be read.
         """
         self._say = say
         self._failing: set[str] = set()

@@ -23,9 +23,9 @@ def printable(text: str) -> str:
 
 
 class AppendedFile:
-    """A text file without control characters.
+    """A text file in which control characters are replaced (see `printable`).
 
-    Lines that cannot be written stay in memory until the next call. Only the newest `LIMIT` lines
+    Lines that cannot be written stay in memory until the next write. Only the newest `LIMIT` lines
     are kept. Several threads may write to it.
     """
 

@@ -16,10 +16,10 @@ ATTEMPTS = 20  # attempts to log a record, over 100 s or longer if the calls are
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
-    A failed call is retried every `PAUSE` seconds, and newer calls wait for it. A record
-    is dropped after `ATTEMPTS` failures, or if the tracker is `LIMIT` records behind. If
-    the tracker's latest call failed, each method raises its error. `log` raises `TimeoutError` if
-    it drops the record.
+    A failed call is retried every `PAUSE` seconds, and newer calls wait for it. A record is dropped
+    after `ATTEMPTS` failures. If the tracker's latest call failed, each method raises its error. If
+    the tracker is `LIMIT` records behind, `log` drops the record and raises `TimeoutError`. It also
+    drops goodput records between a rewind and the next training record.
     """
 
     def __init__(self, tracker: Any):
@@ -33,7 +33,7 @@ class BackgroundTracker:
 
     @property
     def view(self) -> str:
-        """Return the `view` of the tracker. It is empty for a tracker without one."""
+        """Return the `view` of the tracker, or "" if it has none."""
         return getattr(self._tracker, "view", "")
 
     def open(self, run: Any, resume_step: int | None) -> None:
@@ -55,8 +55,8 @@ class BackgroundTracker:
     def close(self, seconds: float = ANSWER) -> None:
         """Write the remaining records, and wait for the thread to finish.
 
-        A failed call is retried once. Raises `TimeoutError` if the thread has not finished
-        after `seconds`.
+        Each remaining call has only one more attempt. Raises `TimeoutError` if the thread has not
+        finished after `seconds`, and otherwise the error of the tracker's last call, if it failed.
         """
         self._closing.set()
         self._todo.put(("close", ()))

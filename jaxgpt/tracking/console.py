@@ -20,7 +20,7 @@ BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Console:
-    """Prints to the terminal and writes a log file; does nothing without a log file."""
+    """Prints to the terminal and writes a log file. Without a log file, `info` does nothing."""
 
     def __init__(self, log_file: Path | None, prints: bool):
         """Set the log file, and whether this process also prints to the terminal."""
@@ -92,7 +92,7 @@ class Console:
             )
 
     def progress(self, step: int, left: str = "") -> None:
-        """Move the progress bar to a step, and show the remaining time."""
+        """Move the progress bar, if any, to a step; `left` is the remaining time as text."""
         if self._bar is not None:
             self._bar.set_postfix_str(left, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -113,8 +113,8 @@ class Console:
 def wrap(text: str, width: int | None) -> str:
     """Wrap lines that are longer than `width` columns.
 
-    Continuation lines are indented by two spaces. If `width` is None, `text` is returned
-    unchanged.
+    Continuation lines are indented by two spaces, and long words are not broken. If `width` is
+    None, `text` is returned unchanged.
     """
     if width is None:
         return text

@@ -75,7 +75,7 @@ def flatten(fields: Row, prefix: str = "") -> Row:
 
 
 def read_table(path: Path) -> tuple[list[str], list[Row]]:
-    """Return the columns and the rows of a file, except for a truncated last row."""
+    """Return the columns and rows of a CSV file, without damaged rows; both are empty if absent."""
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace")

@@ -23,7 +23,7 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Format a duration in seconds as `1:01:01` or, from a day upwards, `2 days, 1:01:01`."""
+    """Format a duration in seconds as `1:01:01`, or as `2 days, 1:01:01` if it is long."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
@@ -64,7 +64,7 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    Unknown metrics and zero counts of skipped and non-finite steps are left out. If `width` is
+    Missing metrics and zero counts of skipped and non-finite steps are left out. If `width` is
     given, the metrics with the highest rank are dropped until the line fits into `width` columns.
     Metrics with a negative rank are never dropped.
     """
@@ -90,7 +90,7 @@ def legend(
     """Return the lines of the legend of a run's training lines.
 
     `corpora` are the names of the run's corpora, if there are several. If `width` is given, only
-    metrics that usually fit into a line of `width` columns are included.
+    metrics that usually fit into a line of `width` columns are included, and no corpora.
     """
     names = {name: figure.short or name for name, figure in figures.items()}
     if width:

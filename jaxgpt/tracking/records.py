@@ -14,7 +14,7 @@ class Record:
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON.
+        """Return the kind and the fields, for JSON.
 
         `values` is flattened, and optional fields that are None are left out.
         """
@@ -59,7 +59,7 @@ class EvalRecord(Record):
     kind = "eval"
     train_loss: float
     val_loss: float
-    # The same for each corpus: `train_loss` and `val_loss`. None if there is only one corpus.
+    # `train_loss` and `val_loss` of each corpus. None if there is only one corpus.
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
 
 
@@ -73,10 +73,10 @@ class SampleRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeRecord(Record):
-    """A step whose loss or gradient norm is a spike or is not finite.
+    """A step with a spike in the loss or gradient norm, or with a non-finite value.
 
     `loss` is in nats per token. `median` is the median of the last spike.window finite steps before
-    this one, and `limit` is the value above which a step is a spike. Both refer to the loss or
+    this step, and `limit` is the value above which a step is a spike. Both refer to the loss or
     gradient norm, whichever is the cause, and are None if the cause is `nonfinite`.
     """
 

@@ -38,9 +38,10 @@ class RunFiles:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the new lines of metrics.jsonl since the last call; return whether it has changed.
+        """Read the new lines of metrics.jsonl since the last call; return whether there were any.
 
-        A restart replaces the file, which is then read from the start.
+        If a restart has replaced the file, it is read from the start. Raises `UsageError` if the
+        file cannot be read.
         """
         path, new, found = self.directory / METRICS, b"", []
         try:
@@ -71,8 +72,8 @@ class RunFiles:
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of one field in the records of a kind: float64 (N,) each.
 
-        Missing and non-finite values are NaN. For `rewind`, these are the losses of the dropped
-        steps, with a NaN after each rewind.
+        Records without the field are skipped. Null and non-finite values are NaN. For `rewind`,
+        these are the losses of the dropped steps, with a NaN after each rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -84,7 +85,7 @@ class RunFiles:
         return steps, values
 
     def tokens_at(self, steps: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Return the number of tokens consumed after each step, interpolated between records."""
+        """Return the tokens consumed up to each step (float64), interpolated between records."""
         return np.interp(steps, *self._tokens)
 
     def numbers(self) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ class RunFiles:
         return [{k: v for k, v in r.items() if not isinstance(v, list | dict)} for r in records]
 
     def settings(self) -> dict[str, str]:
-        """Return the settings in config.yaml as text, by `section.key`; empty if it is damaged."""
+        """Return the settings in config.yaml as text, by `section.key`; empty if unreadable."""
         out: dict[str, str] = {}
         try:
             found = yaml.safe_load(read_text(self.directory / "config.yaml"))

@@ -29,7 +29,7 @@ SHAPES: dict[str, Any] = {
 
 
 def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
-    """Append a line to the starts.jsonl of a run; `kind` is one of `SHAPES`."""
+    """Append a line to a run's starts.jsonl, ignoring `OSError`; `kind` is a key of `SHAPES`."""
     line = json_line({"kind": kind, "time": time.time(), **facts})
     # A full disk must not end the run.
     with contextlib.suppress(OSError), (directory / STARTS).open("a") as file:
@@ -66,8 +66,10 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     """Return a row for each start of a run, for a table; unknown values are None.
 
-    `name` and `state` are those of the run. `seconds` is the time from the start of the job or, if
-    that is unknown, of the process, to the end of the first step; `from` is "job" or "process".
+    `name` is the run's name, and `state` is the result of `RunFiles.state`. `seconds` is the time
+    from the start of the job (`from` is "job") to the end of the first step. If the start of the
+    job is unknown, it is the time since the process started (`from` is "process"). Raises `OSError`
+    if starts.jsonl cannot be read.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

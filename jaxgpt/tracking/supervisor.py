@@ -13,7 +13,7 @@ from jaxgpt.tracking.records import Record
 class SupervisorLink:
     """Sends a JSON line for each training record, complete checkpoint and rewind.
 
-    It also sends one when it opens and when it closes. The keys are `job`, `run` (the run
+    It also sends a line when it opens and when it closes. The keys are `job`, `run` (the run
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
     the newest checkpoint, or 0), `step` and `ending`. The connection stays open while process 0
     runs. Methods raise `OSError` if a line cannot be sent.

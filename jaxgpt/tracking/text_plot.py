@@ -8,10 +8,11 @@ BLANK, MARGIN = 0x2800, 11  # MARGIN: columns for the limits of the y-axis
 
 
 def plot_text(steps: np.ndarray, values: np.ndarray, width: int) -> list[str]:
-    """Return the lines of a plot, at most `width` columns wide, with the limits of both axes.
+    """Return the lines of a plot, with the limits of both axes.
 
-    `steps` (N,) is increasing, and `values` (N,) has at least one finite value; the other values
-    are left out. Each character has 2 x 4 dots.
+    The plot is at most `width` columns wide, but at least 31. `steps` (N,) is increasing, and
+    `values` (N,) has at least one finite value. Non-finite values are left out. Each character has
+    2 x 4 dots.
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)

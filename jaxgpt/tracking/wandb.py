@@ -14,7 +14,7 @@ from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
 from jaxgpt.tracking.records import Record
 
-IN_ORDER = ("train", "eval", "sample")  # kinds of records that are never about an earlier step
+IN_ORDER = ("train", "eval", "sample")  # kinds of records that are logged in step order
 
 
 class Wandb:
@@ -83,7 +83,7 @@ class Wandb:
                 self._log(record)
 
     def _keep_id(self, complete: int) -> None:
-        """Save the ID of the W&B run, and the step up to which it has all records."""
+        """Save the ID of the W&B run and its last complete step."""
         self._id_file.write_text(f"{self._wandb_run.id} {complete}\n")
 
     def log(self, record: Record) -> None:
