@@ -1,7 +1,8 @@
 """Thread that connects a process to its job and detects failures and hangs.
 
-Each process other than process 0 has a TCP connection to process 0. The thread serves it, so a
-process still answers while its main thread compiles for an hour. Each message is one line of JSON:
+Each process other than process 0 has a TCP connection to process 0. The thread serves this
+connection, so a process still answers while its main thread compiles for an hour. Each message is
+one line of JSON:
 
     ["beat", number, activity, overdue, words]  Both ways: I am alive and have made this progress.
     ["gather", value]     To process 0: this is my value for a collective.
