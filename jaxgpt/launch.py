@@ -1,7 +1,7 @@
 """Start a command on all hosts of the job with mpiexec or srun.
 
 `python -m jaxgpt.launch -- python -m jaxgpt.train ...` finds the hosts of the PBS or Slurm job (or
-uses this host), detects the machine and its launcher, prints the command line and executes it.
+uses only this host), detects the machine and its launcher, prints the command line and executes it.
 """
 
 import argparse

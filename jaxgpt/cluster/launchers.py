@@ -38,7 +38,7 @@ class ProcessLayout:
     per_host: int
     reason: str  # reason for `per_host`, for the log
     machine: Machine | None
-    spares: tuple[str, ...] = ()  # hosts of the job that run no processes
+    spares: tuple[str, ...] = ()  # hosts of the job without processes
 
     @property
     def is_local(self) -> bool:

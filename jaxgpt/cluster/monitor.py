@@ -407,7 +407,7 @@ class Monitor:
         elsewhere = (r for r, name in enumerate(self.host_names) if name != self.host_names[0])
         if self.rank in (1, next(elsewhere, 1)):
             report_and_end(*self._report)
-        # Let those processes report first, because the MPI launcher kills the others when a process
+        # Let these processes report first, because the MPI launcher kills the others when a process
         # exits. If process 0 is lost, a short wait suffices, because all processes notice it at
         # once.
         await asyncio.sleep(ANSWER if 0 in self._peers else SETTLE)

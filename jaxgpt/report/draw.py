@@ -1,4 +1,4 @@
-"""Report files other than the page: pictures and CSV."""
+"""Report files in PNG and CSV format."""
 
 import contextlib
 import csv

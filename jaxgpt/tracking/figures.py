@@ -1,4 +1,4 @@
-"""The training line, and the format of each metric in the line."""
+"""Training lines, and the format of each metric in them."""
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence

@@ -82,7 +82,7 @@ class JsonLines:
 
 
 class Samples:
-    """Writes samples.txt, starting with the samples that are already in metrics.jsonl."""
+    """Writes samples.txt, beginning with the samples in metrics.jsonl."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run = run

@@ -36,7 +36,7 @@ class TrainRecord(Record):
     values: Mapping[str, float | None]  # metrics of the step, and rates; see `figures.py`
     consumed_tokens: int
     skipped: bool = False
-    skipped_range: tuple[int, int] | None = None  # the range that includes a skipped step
+    skipped_range: tuple[int, int] | None = None  # first and last step of the skipped range
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
     """For each corpus, its `tokens` so far and its mean `loss` since the last record. The loss is
     None if it had no targets. The field is None if there is only one corpus."""
@@ -117,7 +117,7 @@ class CorruptionRecord(Record):
     """Devices with corrupted parameters; the run continues from `step`."""
 
     kind = "corruption"
-    found: int  # the step after which the devices were compared
+    found: int  # step after which the devices were compared
     devices: list[str]  # such as `device 3 of the mesh (process 1 on host a)`
 
 

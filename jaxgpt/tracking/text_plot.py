@@ -16,7 +16,7 @@ def plot_text(steps: np.ndarray, values: np.ndarray, width: int) -> list[str]:
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)
-    between = np.linspace(steps[0], steps[-1], 2 * columns)  # connects the points by lines
+    between = np.linspace(steps[0], steps[-1], 2 * columns)  # connect the points with lines
     first, last = f"step {steps[0]:,}", f"{steps[-1]:,}"
     values = np.append(values, np.interp(between, steps, values))
     steps = np.append(steps, between)
