@@ -288,14 +288,15 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
         ("", {"PATH": "/nowhere"}, r"PATH=/nowhere: .*no mpiexec.*pip install 'jaxgpt\[mpi\]'"),
         ("", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK=0: .*itself started by a launcher"),
         ("", {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "SLURM_PROCID=0: "),
-        ("--nonsense", {}, "unrecognized arguments: --nonsense"),
+        ("--nonsense", {}, "unknown argument --nonsense; see --help"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_launched_is_refused_in_a_sentence(job, capsys, options, environ, words):
     with pytest.raises(SystemExit, match="2"):
         job(*options.split(), **environ)
-    (line,) = capsys.readouterr().err.splitlines()
+    line, *usage = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{words}", line), line
+    assert all(line.startswith("usage: ") for line in usage)
 
 
 def test_nothing_to_start_is_refused(capsys):

@@ -1,18 +1,23 @@
 """Argument parser and option types for all commands except jaxgpt.train."""
 
 import argparse
+import difflib
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from jaxgpt.config.errors import UsageError, expand_user
+from jaxgpt.config.translate import translate
 
 
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises `UsageError` for mistakes and rejects abbreviated options.
 
-    Options may be written with underscores instead of dashes, as in nanoGPT.
+    Options may be written with underscores instead of dashes, as in nanoGPT. The message for an
+    unknown option suggests the nearest one, and the messages for other mistakes show the usage.
     """
 
     def __init__(self, **options):
@@ -30,11 +35,54 @@ class CommandParser(argparse.ArgumentParser):
         if "--run" in self._option_string_actions and words and words[0][:1] not in ("", "-"):
             is_setting, is_given = "=" in words[0], any(w.startswith("--run") for w in words)
             if not (is_setting or is_given or self._get_positional_actions()):
-                self.error(f"{words[0]}: use --run {words[0]}")
-        return super().parse_known_args(words, namespace)
+                self._refuse(f"{words[0]}: use --run {words[0]}")
+        positionals = [action.metavar for action in self._get_positional_actions()]
+        if "RUN" in positionals and "--run" in (word.partition("=")[0] for word in words):
+            plain = [word.removeprefix("--run=") for word in words if word != "--run"]
+            self._refuse(f"--run: not an option; use {self.prog} {shlex.join(plain)}")
+        given, unknown = super().parse_known_args(words, namespace)
+        for word in unknown:  # the caller may accept settings of jaxgpt.train
+            name = word.partition("=")[0]
+            if self._nearest(name) and translate([f"{name}=1"], {}).problems:
+                self._refuse_unknown([word], given)
+        return given, unknown
+
+    def parse_args(self, args=None, namespace=None):
+        given, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_unknown(unknown, given)
+        return given
+
+    def _refuse_unknown(self, unknown: list[str], given: argparse.Namespace) -> NoReturn:
+        """Raise `UsageError` for arguments that neither this parser nor its command knows."""
+        for action in self._get_positional_actions():
+            if isinstance(action.choices, dict):  # commands and their parsers
+                action.choices[getattr(given, action.dest)]._refuse_unknown(unknown, given)
+        text = f"unknown argument {unknown[0]}"
+        if near := self._nearest(unknown[0].partition("=")[0]):
+            self._refuse(f"{text}; did you mean {near}?")
+        self.error(text)
+
+    def _nearest(self, name: str) -> str | None:
+        """Return the option that an unknown option probably means, or None."""
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        name = name.replace("_", "-")
+
+        def likeness(option: str) -> tuple[float, int]:
+            if len(name) > 3 and option.startswith(name):  # an abbreviation
+                return 1.0, 0
+            ratio = difflib.SequenceMatcher(None, name, option).ratio()
+            return ratio, len(os.path.commonprefix([name, option]))
+
+        best = max(options, key=likeness)
+        return best if likeness(best)[0] >= 0.7 else None
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}; see --help")
+        usage = " ".join(self.format_usage().split())
+        self._refuse(f"{message}; see --help", usage)
+
+    def _refuse(self, message: str, *more: str) -> NoReturn:
+        raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}", *more)
 
 
 def file_path(given: str) -> Path:

@@ -21,14 +21,19 @@ from jaxgpt.train.reporting.goodput import goodput_records, goodput_table
 from jaxgpt.train.reporting.stragglers import straggler_line
 
 LOG_WIDTH = 200  # table width if the output is not a terminal, so that long rows are not wrapped
-KINDS = {  # what each kind of report shows, and the files that it can write
-    "page": ("curves, events, samples and settings; the default", ("-o", "--png", "--csv")),
-    "serve": ("the page, for this host only, kept up to date while the runs continue", ()),
-    "runs": ("a row for each run: state, step, losses, speed, mesh and age", ("--csv", "--json")),
-    "startup": ("a row for each start of each run", ("--csv", "--json", "--png")),
-    "goodput": ("how a run spent its time, over all its starts", ()),
-    "spikes": ("spikes, skips and rewinds", ("--png",)),
-}
+TABLES = {"--csv": "write the rows to this table", "--json": "write the rows to this file as JSON"}
+KINDS: dict[str, tuple[str, dict[str, str]]] = {  # what a report shows, and the files it can write
+    "page": ("curves, events, samples and settings; the default", {
+        "--out": "write the page to this file; default: report.html, unless --png, --csv or --text "
+        "is given", "--png": "write the curves to this picture",
+        "--csv": "write the numbers of all steps to this table"}),
+    "serve": ("the page, for this host only, kept up to date while the runs continue", {}),
+    "runs": ("a row for each run: state, step, losses, speed, mesh and age", TABLES),
+    "startup": ("a row for each start of each run", TABLES | {
+        "--png": "plot seconds against processes in this picture"}),
+    "goodput": ("how a run spent its time, over all its starts", {}),
+    "spikes": ("spikes, skips and rewinds", {"--png": "write the loss curve to this picture"}),
+}  # fmt: skip
 
 
 def parser() -> CommandParser:
@@ -38,8 +43,9 @@ def parser() -> CommandParser:
         one = kinds.add_parser(kind, help=text, description=text)
         how = {"nargs": "*", "default": [Path("runs")]} if kind == "runs" else {"nargs": "+"}
         one.add_argument("runs", type=file_path, metavar="RUN", help="a run or a folder", **how)
-        for option in files:
-            one.add_argument(option, type=file_path, metavar="FILE", help="write this file")
+        for option, about in files.items():
+            names = ("-o", option) if option == "--out" else (option,)
+            one.add_argument(*names, type=file_path, metavar="FILE", help=about)
         if kind == "page":
             one.add_argument("--text", action="store_true", help="plot in the terminal")
         if kind in ("startup", "runs"):
@@ -79,14 +85,14 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
         draw_png(runs, given.png)
     if given.csv:
         write_csv(given.csv, [row for run in runs for row in run.numbers()])
-    if given.o or not (given.text or given.png or given.csv):
+    if given.out or not (given.text or given.png or given.csv):
         from jaxgpt.report.page import page
 
-        given.o = given.o or Path("report.html")
+        given.out = given.out or Path("report.html")
         text = page(runs, ", ".join(run.name for run in runs))
-        with writing("-o", given.o):
-            given.o.write_text(text)
-    for path in filter(None, (given.o, given.png, given.csv)):
+        with writing("--out", given.out):
+            given.out.write_text(text)
+    for path in filter(None, (given.out, given.png, given.csv)):
         print(f"wrote {path}")
 
 

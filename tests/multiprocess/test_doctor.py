@@ -51,7 +51,7 @@ def test_four_processes(tmp_path, program):
         (["--mesh", "2,1,1"], "2 devices cannot be divided evenly among 3 processes"),
         (["--out", "/proc/nowhere"], "out=/proc/nowhere: cannot be written"),
         (["--init-timeout", "0"], "--init-timeout: 0: must be a whole number, at least 1"),
-        (["--jsn"], "unrecognized arguments: --jsn"),
+        (["--jsn"], "--jsn; did you mean --json?"),
     ],
 )
 def test_bad_input_is_one_line(arguments, words):
