@@ -237,15 +237,18 @@ class Trainer:
             _warn(notes)
             return load_weights(folder, step, self.steps, self.cluster)
 
-    def train(self, n_steps: int = 1) -> list[dict[str, float | None]]:
+    def train(self, n_steps: int | None = None) -> list[dict[str, float | None]]:
         """Train the next `n_steps` steps. Return a dict with the `step` and the metrics of each.
 
-        The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
-        skipped step, `loss` and `grad_norm` are None. Training may continue after train.max_iters.
-        Raises `UsageError` if `n_steps` is not a positive integer, or if the data or the initial
-        weights cannot be read. Raises `RuntimeError` if JAX fails.
+        By default, train the remaining steps up to train.max_iters, and return an empty list if
+        there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
+        `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
+        and `grad_norm` are None. Raises `UsageError` if `n_steps` is not a positive integer, or if
+        the data or the initial weights cannot be read. Raises `RuntimeError` if JAX fails.
         """
-        if not is_count(n_steps):
+        if n_steps is None:
+            n_steps = max(0, self.config.train.max_iters - self.step)
+        elif not is_count(n_steps):
             raise UsageError(f"n_steps={n_steps}: must be a whole number, at least 1")
         import jax
 
