@@ -44,7 +44,7 @@ class StopSignal:
     """Makes all processes stop after the same step, on a signal or at a time limit.
 
     A second Ctrl-C, more than `DEBOUNCE` seconds later, terminates the job with status 130 and
-    without a checkpoint.
+    without a checkpoint. Other repeated signals have no effect, because schedulers repeat them.
     """
 
     def __init__(
@@ -144,9 +144,12 @@ class StopSignal:
         self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
         if self._limit is not None:
             step = "the current step" if self._step_began is not None else "the first step"
-            leave = "; Ctrl-C again exits at once, without one" if number == signal.SIGINT else ""
+            leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C twice or SIGKILL"
             try:
-                self.say(f"{self.reason}: stopping after {step}, with a checkpoint{leave}")
+                self.say(
+                    f"{self.reason}: stopping after {step}, with a checkpoint; {leave} exits at "
+                    "once, without one"
+                )
             except BrokenPipeError:  # Ctrl-C also killed a `tee` that reads the output
                 return
 

@@ -3,6 +3,7 @@
 Code looks up axes by role, not by name, so adding an axis takes one line in the `AXES` table.
 """
 
+import difflib
 import math
 
 # Outermost axis first. Groups of devices along the last axis share a host where possible.
@@ -57,8 +58,11 @@ class MeshShape(dict[str, int]):
         except ValueError:
             sizes = {}
         counts = list(sizes.values())
-        well_formed = len(sizes) == len(parts) and sizes.keys() <= AXES.keys()
-        if not well_formed or min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
+        for axis in sizes.keys() - AXES.keys():
+            near = difflib.get_close_matches(axis, AXES, 1)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(AXES)}"
+            raise ValueError(f"{axis!r} is not a mesh axis; {hint}")
+        if len(sizes) != len(parts) or min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
             raise ValueError(
                 f"must be sizes {','.join(SHORT_FORM)}, such as 2,1,4, or sizes by name "
                 f"({', '.join(AXES)}), such as data=2,tensor=4; each size must be at least 1, and "

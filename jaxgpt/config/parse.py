@@ -157,6 +157,7 @@ def parse_args(
             values = {k: v for k, v in values.items() if k in kept or not k.startswith("model.")}
 
     def build(given: Words) -> Config:
+        _check_sources(given)
         config = _build({"config": ["tiny"], **model, **values, **given})
         filled = with_batch_size(config, mesh_shape(config))
         validate(filled)
@@ -331,6 +332,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
                 f"{key}={' '.join(given[key])}: only data.* settings can be changed here; leave it "
                 "out"
             )
+    _check_sources(given)
     values = _without(_flatten(config.to_dict(), "configuration"), _FOR_ONE_START, given)
     config = _build({**values, **given})
     validate(config)
@@ -487,6 +489,13 @@ def _without(values: Words, keys: set[str], given: Words) -> Words:
         keys = keys | {"train.batch_size_per_device"}
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
     return {key: words for key, words in values.items() if key not in keys}
+
+
+def _check_sources(given: Words) -> None:
+    """Raise `UsageError` if a command line sets two sources of data, because one has no effect."""
+    sources = [key for key in given if key in _DATA_KEYS and list(given[key]) != ["None"]]
+    if len(sources) > 1:
+        raise UsageError(f"{' and '.join(sources)}: are both given; set only one of them")
 
 
 def _build(words: Words) -> Config:

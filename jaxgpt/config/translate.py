@@ -87,11 +87,17 @@ def translate(
         else:
             guess = _guess_key(key)
             line.problems.append(unknown_key(shown, key))
+            is_known = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
+            flag = None if guess or is_known else _near_flag(key)
+            guess = guess or aliases.find(aliases.KEY_ALIASES, flag or "")
             if fix := aliases.find_end(aliases.KEY_FIXES, key):
+                line.problems[-1] += f" (the new command has {fix})"
                 _put_all(line, fix, values, argument)
-            elif guess and guesses and not aliases.find_end(aliases.KEY_SUGGESTIONS, key):
+            elif guess and guesses and not is_known:
                 line.words.setdefault(guess, values)
                 line.shown.setdefault(guess, argument)
+            elif guesses and (text := aliases.find(aliases.SETTINGS, flag or "")):
+                _put_all(line, text, values, argument)
             else:
                 line.left_out.append(argument)
     if ignored:
@@ -110,9 +116,23 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     found = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
     if found and not ("." in key and key.rpartition(".")[2] in lasts):
         return f"{shown}: not a setting of jaxgpt; {found}"
-    guess = _guess_key(key)
-    hint = f"did you mean {guess}?" if guess else "--help lists every key"
+    if guess := _guess_key(key):
+        hint = f"did you mean {guess}?"
+    elif flag := _near_flag(key):
+        hint = f"did you mean {flag if '.' in flag else '--' + flag.replace('_', '-')}?"
+    else:
+        hint = "--help lists every key"
     return f"{shown}: unknown key; {hint}"
+
+
+def _near_flag(key: str) -> str | None:
+    """Return the flag of another program that an unknown key probably means, or None."""
+    return next(iter(difflib.get_close_matches(key, _flags_of_others(), 1, 0.88)), None)
+
+
+def _flags_of_others() -> set[str]:
+    tables = (aliases.KEY_ALIASES, aliases.SETTINGS, aliases.NEUTRAL)
+    return {flag for table in tables for words in table for flag in words.split()}
 
 
 def _guess_key(key: str) -> str | None:
@@ -263,8 +283,8 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
         if line.shown.get("micro_batch_size", "").startswith("--micro"):
             line.default_config = "megatron"
             line.default_notes.append(
-                "--micro-batch-size: this is a Megatron command line, so settings that are not "
-                "given have Megatron's defaults (--config megatron)"
+                "this is a Megatron command line, because it has --micro-batch-size: settings that "
+                "are not given have Megatron's defaults (--config megatron)"
             )
         elif {"maxtext", "per_device", "output"} & line.later.keys():
             line.default_config = "maxtext"

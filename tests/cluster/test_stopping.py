@@ -88,16 +88,24 @@ hashlib.pbkdf2_hmac("sha256", b"word", b"salt", 10**9)
 """
 
 
-def test_ctrl_c_is_answered_while_a_step_compiles_and_the_second_one_leaves():
+@pytest.mark.parametrize(
+    ("first", "leave"), [("SIGINT", "Ctrl-C again"), ("SIGTERM", "Ctrl-C twice or SIGKILL")]
+)
+def test_a_signal_is_answered_while_a_step_compiles_and_ctrl_c_leaves(first, leave):
     job = subprocess.Popen(
         [sys.executable, "-c", COMPILES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert job.stdout.readline() == "ready\n"
-    job.send_signal(signal.SIGINT)
+    job.send_signal(signal.Signals[first])
     assert job.stderr.readline() == (
-        "SIGINT: stopping after the first step, with a checkpoint; Ctrl-C again exits at once, "
+        f"{first}: stopping after the first step, with a checkpoint; {leave} exits at once, "
         "without one\n"
     )
+    if first == "SIGTERM":
+        job.send_signal(signal.SIGTERM)  # no effect
+        job.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(0.5)
     job.send_signal(signal.SIGINT)
     assert job.wait(60) == 128 + signal.SIGINT
 

@@ -226,6 +226,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["checkpoint.keep_best=1", "train.eval_interval=70"], ["keep_best=1", "eval_interval=70"]),
         (["checkpoint.interval_minutes=0"], ["interval_minutes=0", "more than 0"]),
         (["checkpoint.local="], ["checkpoint.local=: is empty"]),
+        (["data.path=a", "data.dataset=b"], ["data.path and data.dataset: are both given"]),
         (["parallel.offload=state"], ["parallel.offload=state", "parallel.scan_layers=True"]),
     ],
 )

@@ -24,12 +24,22 @@ def test_sizes_come_in_order_or_by_name(text, sizes, short):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2", "2,1", "2,1,4,1", "0,1,1", "-2,1,1", "-1,-1,1", "a,b,c", "rows=2", "data=2,data=4"]
+    ["", "2", "2,1", "2,1,4,1", "0,1,1", "-2,1,1", "-1,-1,1", "a,b,c", "rows=x", "data=2,data=4"]
     + ["data=2,4", "data=", "data=1=2", "data=2,"],
 )
 def test_other_texts_are_refused_with_examples(text):
     with pytest.raises(ValueError, match="2,1,4.*data=2,tensor=4"):
         MeshShape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("data=2,tensr=2", "did you mean tensor?"), ("rows=2", "use one of stage, data, fsdp, ")],
+)
+def test_an_unknown_axis_gets_the_nearest_one(text, hint):
+    with pytest.raises(ValueError, match="is not a mesh axis; ") as caught:
+        MeshShape.parse(text)
+    assert hint in str(caught.value)
 
 
 def test_the_number_of_devices_fills_minus_one():

@@ -23,6 +23,10 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_TIMEOUT = 20  # seconds
+CHAR_TOKENIZER = (
+    "tokenizer: char, one token per character, the default because it needs no files; --tokenizer "
+    "selects another, such as byte, a tokenizer.json or a folder with encoder.json and vocab.bpe"
+)
 
 # Folders of the standard library to skip. Half of the library is repetitive tests.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -121,6 +125,8 @@ def prepare_text(
         source = ", ".join(path.name for path in inputs)
         made = write_nanogpt(corpus, directory, encoder, source, pool)
         said = _summary(made.tokenizer, made.tokens)
+        if tokenizer == "char":
+            said.append(CHAR_TOKENIZER)
         said += [
             f"{split} has {targets:,} targets that count toward the loss"
             for split, targets in made.targets.items()
@@ -129,6 +135,11 @@ def prepare_text(
     mark = made.tokenizer.end_of_text
     separated = "not separated by a token" if mark is None else f"separated by token {mark}"
     said.append(f"documents: {made.documents:,}" + f", {separated}" * (made.documents > 1))
+    if megatron and made.documents == 1:
+        said.append(
+            "a single document cannot be split for validation in this format; give several "
+            "documents, or use --format nanogpt"
+        )
     if ignored := ignored_files(inputs):
         said.append(
             f"files ignored because of their suffix: {len(ignored):,}, such as {ignored[0]}"

@@ -90,6 +90,7 @@ def test_characters_of_all_files_are_the_vocabulary(tmp_path, small_blocks):
     (tmp_path / "b.txt").write_text("cé" * 4000)
     lines = prepare_text(tmp_path / "d", [tmp_path], "char")
     assert lines[0] == "vocab size: 4"
+    assert any("one token per character" in line and "--tokenizer" in line for line in lines)
     train, val = tokens_of(tmp_path / "d")
     assert np.concatenate([train, val]).tolist() == [0, 1] * 4000 + [2, 3] * 4000
 
