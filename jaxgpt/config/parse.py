@@ -157,7 +157,6 @@ def parse_args(
             values = {k: v for k, v in values.items() if k in kept or not k.startswith("model.")}
 
     def build(given: Words) -> Config:
-        _check_sources(given)
         config = _build({"config": ["tiny"], **model, **values, **given})
         filled = with_batch_size(config, mesh_shape(config))
         validate(filled)
@@ -174,6 +173,7 @@ def parse_args(
         if key in given or key not in values or is_preset:
             raise
         raise UsageError(f"{error} (set in {base})") from None
+    line.notes += _unused_dataset(given)
     if mesh_shape(config).is_filled or not counts_devices_later:
         config = _with_known_batch_size(config, line.notes)
     for text in line.notes:
@@ -332,7 +332,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
                 f"{key}={' '.join(given[key])}: only data.* settings can be changed here; leave it "
                 "out"
             )
-    _check_sources(given)
+    for note in _unused_dataset(given):
+        raise UsageError(f"{note}; leave one of them out")
     values = _without(_flatten(config.to_dict(), "configuration"), _FOR_ONE_START, given)
     config = _build({**values, **given})
     validate(config)
@@ -491,11 +492,13 @@ def _without(values: Words, keys: set[str], given: Words) -> Words:
     return {key: words for key, words in values.items() if key not in keys}
 
 
-def _check_sources(given: Words) -> None:
-    """Raise `UsageError` if a command line sets two sources of data, because one has no effect."""
-    sources = [key for key in given if key in _DATA_KEYS and list(given[key]) != ["None"]]
-    if len(sources) > 1:
-        raise UsageError(f"{' and '.join(sources)}: are both given; set only one of them")
+def _unused_dataset(given: Words) -> list[str]:
+    """Return a note if the command line sets data.dataset and another source, which takes over."""
+    others = [key for key in _DATA_KEYS & given.keys() if list(given[key]) != ["None"]]
+    others = sorted({*others} - {"data.dataset"})
+    if "data.dataset" not in given or not others:
+        return []
+    return [f"data.dataset={given['data.dataset'][0]}: has no effect, because {others[0]} is given"]
 
 
 def _build(words: Words) -> Config:

@@ -16,6 +16,7 @@ from jaxgpt.config import (
     config_from_dict,
     load_config,
     mesh_shape,
+    override_data,
     parse,
     parse_args,
     skip_ranges,
@@ -226,7 +227,6 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["checkpoint.keep_best=1", "train.eval_interval=70"], ["keep_best=1", "eval_interval=70"]),
         (["checkpoint.interval_minutes=0"], ["interval_minutes=0", "more than 0"]),
         (["checkpoint.local="], ["checkpoint.local=: is empty"]),
-        (["data.path=a", "data.dataset=b"], ["data.path and data.dataset: are both given"]),
         (["parallel.offload=state"], ["parallel.offload=state", "parallel.scan_layers=True"]),
     ],
 )
@@ -237,6 +237,18 @@ def test_a_mistake_is_one_sentence_with_key_value_and_remedy(arguments, words):
     assert not correction or correction[0].startswith("corrected command")
     for word in words:
         assert word in message
+
+
+def test_a_dataset_that_a_path_replaces_is_mentioned():
+    given = ["data.path=a", "data.dataset=b"]
+    text = "data.dataset=b: has no effect, because data.path is given"
+    notes = []
+    parse_args(given, note=notes.append)
+    assert notes == [text]
+    with pytest.raises(UsageError, match=f"{text}; leave one"):
+        override_data(load_config("tiny"), given)
+    parse_args(["data.path=None", "data.dataset=b"], note=notes.append)
+    assert len(notes) == 1
 
 
 @pytest.mark.parametrize(
