@@ -206,14 +206,16 @@ def _order(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, _seconds(plan) if plan.fits else plan.memory.total
 
 
+def is_simplest(plan: Plan) -> bool:
+    """Return whether a layout is pure data parallelism without remat, which always comes first."""
+    return plan.mesh.splits_only_batch and plan.config.parallel.remat == "none"
+
+
 def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
     def simplicity(plan: Plan) -> tuple[int, ...]:
         parallel = plan.config.parallel
         sizes = (plan.mesh.split_of(role) for role in (*_SPLITS, "shards_parameters"))
         return *sizes, REMATS.index(parallel.remat), parallel.stage_repeats
-
-    def is_simplest(plan: Plan) -> bool:
-        return plan.mesh.splits_only_batch and plan.config.parallel.remat == "none"
 
     plans = sorted(plans, key=simplicity)
     left = [plan for plan in plans if plan.fits]

@@ -7,7 +7,7 @@ from rich.table import Column
 from jaxgpt.config import Config, mesh_shape
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.perf.units import count, format_bytes
-from jaxgpt.plan.advise import Advice, reason, train_options
+from jaxgpt.plan.advise import TIE_RATIO, Advice, is_simplest, reason, train_options
 from jaxgpt.plan.layout import ASSUMPTIONS, CPU_EFFICIENCY, USABLE, Plan
 from jaxgpt.tracking.console import table_text
 
@@ -123,7 +123,7 @@ def _time(plan: Plan) -> str:
         )
     lines = [
         flops,
-        f"ESTIMATE (best case): step {e.step:.3g} s, "
+        f"ESTIMATE (usually optimistic): step {e.step:.3g} s, "
         f"{e.tokens_per_sec:,.0f} tokens/s, {e.tokens_per_sec_per_device:,.0f} per device, "
         f"MFU {e.mfu:.0%}",
         f"  compute {e.compute:.3g} s"
@@ -163,10 +163,18 @@ def advice_report(advice: Advice, given: Config) -> str:
     columns = ("mesh x repeats", "microbatches", "remat", "memory", "fits", "step", "MFU (max)")
     best = advice.plans[0]
     checked = "; the compiler checked these" if best.is_complete else ""
+    warnings = dict.fromkeys(warning for plan in advice.plans for warning in plan.warnings)
     lines = [
         _table(columns, rows),
         f"formulas compared {count(advice.n_meshes, 'mesh', 'es')}" + checked,
+        *(f"warning: {warning}" for warning in warnings),
     ]
+    times = [plan.estimate.step for plan in advice.plans if plan.fits and plan.estimate]
+    if times and min(times) < times[0]:
+        why = f"layouts whose times differ by at most {1 - TIE_RATIO:.0%} are sorted by simplicity"
+        if is_simplest(best):
+            why = "pure data parallelism comes first, because it is the simplest"
+        lines.append(f"the first layout is not the fastest: {why}")
     if best.fits:
         lines.append(f"use {train_options(best, given)}: {reason(best)}")
     else:
