@@ -3,8 +3,11 @@
 import json
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
@@ -34,6 +37,11 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {  # what a report shows, and the
     "goodput": ("how a run spent its time, over all its starts", {}),
     "spikes": ("spikes, skips and rewinds", {"--png": "write the loss curve to this picture"}),
 }  # fmt: skip
+LAYERS = {  # fields of `LayersRecord` that --text plots
+    "grad_norm": "gradient norm",
+    "weight_norm": "weight norm",
+    "activation_rms": "RMS of the activations",
+}
 
 
 def parser() -> CommandParser:
@@ -79,8 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
     if given.text:
-        rows = [run.row() for run in runs]
-        print(rows_text(rows, width), *(plots_text(run, width) for run in runs), sep="\n")
+        print("\n\n".join(plots_text(run, width) for run in runs))
     if given.png:
         draw_png(runs, given.png)
     if given.csv:
@@ -97,13 +104,32 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 
 
 def plots_text(run: RunFiles, width: int) -> str:
-    """Return text plots of a run, at most `width` columns wide."""
-    lines = []
+    """Return a summary and text plots of a run, at most `width` columns wide.
+
+    An almost constant curve, such as the memory in use, takes one line instead of a plot.
+    """
+    facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
+    lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
     for panel in PANELS:
         for style, label, columns in series_of(run, panel)[:-1]:
-            if style not in ("smooth", "dropped") and len(columns["y"]):
-                lines += ["", f"{run.name}: {panel.title}, {label}, {panel.unit}".rstrip(", ")]
-                lines += plot_text(columns["steps"], columns["y"], width)
+            steps, values = columns["steps"], columns["y"]
+            finite = values[np.isfinite(values)]
+            if style in ("smooth", "dropped") or not len(finite):
+                continue
+            is_title = label.lower() == panel.title.lower()
+            words = (panel.title, "" if is_title else label, panel.unit)
+            lines += ["", ", ".join(filter(None, words))]
+            low, high = finite.min(), finite.max()
+            if panel.has_log or high - low > 0.1 * high:
+                lines += plot_text(steps, values, width)
+            else:
+                lines[-1] += f": {low:.4g} to {high:.4g}"
+    for record in run.records["layers"][-1:]:
+        for key, title in LAYERS.items():
+            values = np.array(list(record.get(key, {}).values()), float)
+            if np.isfinite(values).any():
+                lines += ["", f"Layers at step {record['step']}, {title}"]
+                lines += plot_text(np.arange(len(values)), values, width, "layer")
     return "\n".join(lines)
 
 

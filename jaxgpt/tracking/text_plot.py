@@ -7,17 +7,17 @@ DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of 
 BLANK, MARGIN = 0x2800, 11  # MARGIN: columns for the limits of the y-axis
 
 
-def plot_text(steps: np.ndarray, values: np.ndarray, width: int) -> list[str]:
+def plot_text(steps: np.ndarray, values: np.ndarray, width: int, axis: str = "step") -> list[str]:
     """Return the lines of a plot, with the limits of both axes.
 
     The plot is at most `width` columns wide, but at least 31. `steps` (N,) is increasing, and
-    `values` (N,) has at least one finite value. Non-finite values are left out. Each character has
-    2 x 4 dots.
+    `values` (N,) has at least one finite value. Non-finite values are left out. `axis` is the
+    name of the x-axis. Each character has 2 x 4 dots.
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)
     between = np.linspace(steps[0], steps[-1], 2 * columns)  # connect the points with lines
-    first, last = f"step {steps[0]:,}", f"{steps[-1]:,}"
+    first, last = f"{axis} {steps[0]:,}", f"{steps[-1]:,}"
     values = np.append(values, np.interp(between, steps, values))
     steps = np.append(steps, between)
     x = (steps - steps[0]) / max(np.ptp(steps), 1) * (2 * columns - 1)

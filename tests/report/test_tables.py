@@ -128,7 +128,7 @@ def test_a_run_is_read_on_from_where_the_last_read_ended(tmp_path):
 
 
 def test_numbers_are_written_as_csv_and_plotted_in_the_terminal(tmp_path, capsys):
-    real = short_run(tmp_path / "real", "train.eval_interval=2")
+    real = short_run(tmp_path / "real", "train.eval_interval=2", "train.layers_every=2")
     capsys.readouterr()
     report.main([str(real), "--text", "--csv", str(tmp_path / "all.csv")])
     rows = read_csv(tmp_path / "all.csv")
@@ -142,9 +142,14 @@ def test_numbers_are_written_as_csv_and_plotted_in_the_terminal(tmp_path, capsys
         assert all(row[k] == str(v) for k, v in record.items() if isinstance(v, float))
     printed = capsys.readouterr().out.rpartition("wrote ")[0]
     losses = [r["loss"] for r in wanted if r["kind"] == "train"]
-    loss_plot = printed.partition("real: Loss, training")[2].split("\n\n")[0]
+    loss_plot = printed.partition("\nLoss, training")[2].split("\n\n")[0]
     assert f"{max(losses):.4g}" in loss_plot and f"{min(losses):.4g}" in loss_plot
     assert "step 1" in loss_plot and max(map(len, printed.splitlines())) <= 100
+    (*_, layers) = (r for r in read_runs([real])[0].records["layers"])
+    plot = printed.partition(f"Layers at step {layers['step']}, weight norm\n")[2].split("\n\n")[0]
+    norms = layers["weight_norm"].values()
+    assert plot.startswith(f"{max(norms):>10.4g} ") and f"{min(norms):.4g} " in plot
+    assert "layer 0" in plot
 
 
 def test_mistakes_are_refused_in_a_sentence(tmp_path):
