@@ -294,9 +294,8 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
 def test_what_cannot_be_launched_is_refused_in_a_sentence(job, capsys, options, environ, words):
     with pytest.raises(SystemExit, match="2"):
         job(*options.split(), **environ)
-    line, *usage = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"error: .*{words}", line), line
-    assert all(line.startswith("usage: ") for line in usage)
 
 
 def test_nothing_to_start_is_refused(capsys):

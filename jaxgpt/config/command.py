@@ -17,7 +17,8 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises `UsageError` for mistakes and rejects abbreviated options.
 
     Options may be written with underscores instead of dashes, as in nanoGPT. The message for an
-    unknown option suggests the nearest one, and the messages for other mistakes show the usage.
+    unknown option suggests the nearest one; without one, and if an option is missing, it shows the
+    usage.
     """
 
     def __init__(self, **options):
@@ -78,11 +79,13 @@ class CommandParser(argparse.ArgumentParser):
         return best if likeness(best)[0] >= 0.7 else None
 
     def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().split())
-        self._refuse(f"{message}; see --help", usage)
+        usage = f"; {' '.join(self.format_usage().split())}"
+        if message.startswith("argument "):  # the message names the option and its values
+            usage = ""
+        self._refuse(f"{message}; see --help{usage}")
 
-    def _refuse(self, message: str, *more: str) -> NoReturn:
-        raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}", *more)
+    def _refuse(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog.removeprefix('python -m ')}: {message}")
 
 
 def file_path(given: str) -> Path:

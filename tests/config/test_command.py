@@ -32,12 +32,12 @@ def test_settings_are_not_options():
     assert plan_parser().parse_known_args(["--advise", "8", *words])[1] == words
 
 
-def test_other_mistakes_show_the_usage():
+def test_a_missing_option_shows_the_usage():
     with pytest.raises(UsageError) as caught:
         prepare_parser().parse_args(["text", "--name", "mine"])
-    message, usage = str(caught.value).splitlines()
-    assert "required: --input" in message
-    assert usage.startswith("usage: python -m jaxgpt.prepare text ") and "--input" in usage
+    message, _, usage = str(caught.value).partition("; see --help; usage: ")
+    assert message.endswith("required: --input")
+    assert usage.startswith("python -m jaxgpt.prepare text ") and "--input" in usage
 
 
 @pytest.mark.parametrize("words", [["--run", "runs/my run"], ["--run=runs/my run"]])

@@ -3,6 +3,7 @@
 import shutil
 
 from jaxgpt.cluster import shutdown as exits
+from jaxgpt.train.reporting.reporter import _LINES
 from jobs import SMALL, records, train_here
 
 ONE = ("--mesh", "1,1,1")
@@ -40,3 +41,11 @@ def test_a_run_that_lost_its_checkpoints_says_that_it_starts_again(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints")
     train_here("--out", tmp_path)
     assert said in (tmp_path / "train.log").read_text()
+
+
+def test_bytes_that_are_not_text_are_explained():
+    text = {"kind": "sample", "step": 5, "text": "caf\ufffd"}
+    assert _LINES["sample"](text) == (
+        "sample at step 5 (\ufffd: bytes that are not valid UTF-8):\ncaf\ufffd\n"
+    )
+    assert _LINES["sample"](text | {"text": "café"}) == "sample at step 5:\ncafé\n"

@@ -441,9 +441,14 @@ def _losses_text(record: dict[str, Any]) -> str:
     return f"train_loss={record['train_loss']:.4f} val_loss={record['val_loss']:.4f}"
 
 
+def _about_bytes(record: dict[str, Any]) -> str:
+    """Return an explanation of the replacement character, if a sample contains it."""
+    return " (\ufffd: bytes that are not valid UTF-8)" if "\ufffd" in record["text"] else ""
+
+
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "eval": lambda r: f"step={r['step']} {_losses_text(r)}",
-    "sample": lambda r: f"sample at step {r['step']}:\n{r['text']}\n",
+    "sample": lambda r: f"sample at step {r['step']}{_about_bytes(r)}:\n{r['text']}\n",
     "spike": spike_line,
     "damage": lambda r: (
         f"warning: {r['reason']}; renamed to {r['path']}; the run continues from step {r['step']}"
