@@ -249,7 +249,7 @@ class Trainer:
         if n_steps is None:
             n_steps = max(0, self.config.train.max_iters - self.step)
         elif not is_count(n_steps):
-            raise UsageError(f"n_steps={n_steps}: must be a whole number, at least 1")
+            raise UsageError(f"n_steps={n_steps!r}: must be a whole number, at least 1")
         import jax
 
         from jaxgpt.runtime.dispatch import DispatchLimiter

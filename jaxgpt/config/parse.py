@@ -6,6 +6,7 @@ The key's type in the schema then determines how these strings are converted to 
 
 import ast
 import dataclasses
+import difflib
 import inspect
 import os
 import shlex
@@ -398,7 +399,11 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
     if name in known or os.path.isfile(name):  # Path.is_file may raise OSError
         path = known.get(name, Path(name))
         return path, _read_yaml(path)
-    raise UsageError(f"config={name}: no such file or preset; the presets are {', '.join(known)}")
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}? The" if near else "the"
+    raise UsageError(
+        f"config={name}: no such file or preset; {hint} presets are {', '.join(known)}"
+    )
 
 
 def presets() -> dict[str, Path]:

@@ -358,6 +358,25 @@ def test_advice_says_that_a_model_is_too_large_for_this_machine():
     assert "no layout fits on 1 x cpu with " in advice_report(Advice([plan], 1), plan.config)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "why"), [("1,2,1", "differ by at most 4%"), ("2,1,1", "pure data parallelism")]
+)
+def test_advice_has_warnings_and_says_why_the_first_layout_is_not_the_fastest(mesh, why):
+    program = Program(Memory(8, 8, 8, 8), warnings=("times are estimated",))
+
+    def plan(mesh, remat):
+        config = configured(mesh, f"parallel.remat={remat}", "train.dtype=bfloat16")
+        return Plan(config, mesh_shape(config), DEVICES["h100"], 8, program)
+
+    slow, fast = plan("1,2,1", "full"), plan("1,2,1", "none")
+    first = slow if mesh == "1,2,1" else plan(mesh, "none")
+    faster = dataclasses.replace(fast, config=fast.config.replace(train__batch_size=8))
+    text = advice_report(Advice([first, faster], 2), fast.config)
+    assert why in text and text.count("warning: times are estimated") == 1
+    text = advice_report(Advice([faster, slow], 2), fast.config)
+    assert "not the fastest" not in text
+
+
 def test_as_many_devices_as_xla_simulates_can_be_planned():
     arguments = ("--config", "tiny", "--mesh", "2048,1,1", "train.batch_size=2048")
     job = run("plan", *arguments, "model.n_layer=1", "--device", "h100")
