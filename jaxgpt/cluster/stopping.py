@@ -29,7 +29,7 @@ class TimeLimit(NamedTuple):
 def margin(seconds: float, save: float, step: float) -> float:
     """Return how many seconds before the end of a job to stop, so that a checkpoint can be saved.
 
-    A run stops after the current step or the next one, because the processes must agree on a step.
+    Up to three steps may have been dispatched, and the processes may agree to stop after the next.
     A short job still trains for three quarters of its time if 1.5 saves fit into the rest.
 
     Args:
@@ -37,7 +37,7 @@ def margin(seconds: float, save: float, step: float) -> float:
         save: duration of the slowest save so far, in seconds.
         step: duration of the slowest step so far in seconds, including evaluation and checkpoint.
     """
-    return min(max(SAVE_MARGIN, 3 * save, save + 2 * step), max(seconds / 4, 1.5 * save))
+    return min(max(SAVE_MARGIN, 3 * save, save + 4 * step), max(seconds / 4, 1.5 * save))
 
 
 class StopSignal:
@@ -143,11 +143,12 @@ class StopSignal:
             return
         self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
         if self._limit is not None:
-            step = "the current step" if self._step_began is not None else "the first step"
+            has_trained = self._step_began is not None
+            steps = "the steps in progress" if has_trained else "the first step"
             leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C twice or SIGKILL"
             try:
                 self.say(
-                    f"{self.reason}: stopping after {step}, with a checkpoint; {leave} exits at "
+                    f"{self.reason}: stopping after {steps}, with a checkpoint; {leave} exits at "
                     "once, without one"
                 )
             except BrokenPipeError:  # Ctrl-C also killed a `tee` that reads the output

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-LIMIT = 16  # programs; enough to keep the devices busy
+LIMIT = 2  # programs; enough to keep the devices busy, and a run stops soon after a signal
 
 
 class DispatchLimiter:

@@ -8,10 +8,7 @@ TINY = (
     "--config", "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2",
     "model.block_size=32", "train.batch_size=4", "--steps", "1", "--rounds", "2",
 )  # fmt: skip
-MLP = (
-    "model.mlp=gelu_tanh xla_cpu_enable_fast_math=false jax_optimization_level=O1 "
-    "jax_exec_time_optimization_effort=0.2"
-)
+MLP = "model.mlp=gelu_tanh xla_cpu_enable_fast_math=false jax_optimization_level=O1"
 
 
 def test_steps_take_turns_with_and_without_each_change(tmp_path):

@@ -19,7 +19,7 @@ HOUR = 3600.0
         (24 * HOUR, 0, 0, 120),  # nothing is known yet
         (24 * HOUR, 10, 1, 120),
         (24 * HOUR, 100, 1, 300),  # three times as long as the longest
-        (24 * HOUR, 50, 400, 850),  # the step under way and the one to agree on
+        (24 * HOUR, 50, 400, 1650),  # three steps in progress and the one to agree on
         (300, 0, 0, 75),  # a job of five minutes trains for most of them,
         (300, 60, 1, 90),  # but not for so long that it cannot save
         (24, 0, 0, 6),
