@@ -94,10 +94,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_lm_eval(argv: list[str]) -> None:
-    """Run EleutherAI's lm_eval with command-line options `argv`, which replace sys.argv.
+    """Run EleutherAI's lm_eval with the command-line options `argv`.
 
-    Invalid options terminate the process. Raises `UsageError` if lm_eval is not installed. Also
-    raises whatever `JaxGPT` raises.
+    This sets sys.argv. Invalid options terminate the process. Raises `UsageError` if lm_eval is not
+    installed. Also raises whatever `JaxGPT` and its methods raise.
     """
     try:
         import lm_eval  # noqa: F401
@@ -115,11 +115,13 @@ def run_lm_eval(argv: list[str]) -> None:
 def input_folder(
     arguments: argparse.Namespace, settings: list[str], run: Path, cluster: ProcessGroup
 ) -> Iterator[list[str]]:
-    """Yield `settings`. With --input, also set data.path to a temporary folder with its tokens.
+    """Yield the data settings to evaluate with: `settings` or, with --input, a longer list.
 
-    All processes must call this. The first process of each host tokenizes the text with the run's
-    tokenizer or data.tokenizer. Raises `UsageError` if --split or `settings` also select data, or
-    if the checkpoint, its tokenizer or the text cannot be used.
+    With --input, the list also sets data.path to a temporary folder of tokens. The first process of
+    each host writes these tokens, using data.tokenizer or, by default, the run's tokenizer. All
+    processes must call this. Raises `UsageError` if --input is combined with a split or another
+    data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises `OSError` if
+    the temporary folder cannot be written.
     """
     if arguments.input is None:
         yield settings
@@ -155,11 +157,12 @@ def input_folder(
 def evaluate(
     folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
-    """Return the record that --json prints, with `folder` as its `run`.
+    """Evaluate a checkpoint in a run directory and return its `loss_record`.
 
-    All processes must call this. Warnings are printed on stderr. `arguments` come from `parser`,
-    and `settings` are data settings. Raises `UsageError` if the checkpoint, the mesh, the data or
-    an option cannot be used.
+    All processes must call this. Process 0 prints warnings on stderr. `arguments` come from
+    `parser`, and `settings` are data settings such as "data.path=DIR". Raises `UsageError` if the
+    checkpoint, the mesh, the data or an option cannot be used. Also raises whatever `input_folder`
+    and `Model` raise.
     """
     with input_folder(arguments, settings, folder, cluster) as settings:
         trained = cluster.run_on_all(
@@ -178,11 +181,11 @@ def evaluate(
 
 
 def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str, Any]:
-    """Return the evaluation settings, and the losses of the split and of each corpus.
+    """Return the evaluation settings and the losses as a dict.
 
-    The losses of the split are at the top level, and those of each corpus are in `corpora`, by
-    name: nats per token, perplexity, bits per byte, and counts of tokens and bytes. The bits and
-    bytes are None if the tokenizer is unknown.
+    The top level has the loss of the whole split in nats per token, its perplexity, its bits per
+    byte, and the numbers of tokens and bytes. `corpora` has the same five values for each corpus,
+    by name. See `Loss` for the cases in which a value is None, NaN or infinite.
     """
 
     def figures(loss: Loss) -> dict[str, Any]:
@@ -209,7 +212,10 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 
 
 def as_table(record: dict[str, Any]) -> str:
-    """Format a `loss_record` as a heading and a table."""
+    """Return a `loss_record` as text: a heading, and a table with one row per corpus and a total.
+
+    If there is only one corpus, the table has only the total.
+    """
     lines = [
         f"{record['run']}, step {record['step']}: split {record['split']}, rows of "
         f"{record['block_size']} tokens, {record['stride']} apart",

@@ -17,14 +17,14 @@ class Encoder(NamedTuple):
 
     tokenizer: Tokenizer
     prefix: int
-    """Token ID to use as an empty context: BOS, else EOS, else end-of-text, else 0."""
+    """Token ID that replaces an empty context: the first known of BOS, EOS, end-of-text and 0."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token IDs of a text, by default with special tokens.
 
-        Raises `UsageError` like `Tokenizer.encode`.
+        Raises whatever `Tokenizer.encode` raises.
         """
         tokens = self.tokenizer.encode(text).tolist()
         return [*self.before, *tokens, *self.after] if add_special_tokens else tokens
@@ -33,11 +33,12 @@ class Encoder(NamedTuple):
 def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     """Return the encoder for the weights in a folder.
 
-    For transformers weights with a tokenizer.json, it behaves like transformers 5 with its default
-    settings. If the tokenizer settings contain add_bos_token or add_eos_token, these determine
-    whether BOS and EOS are added. Otherwise, tokenizer.json determines the special tokens. For
-    other weights, no special tokens are added. Raises `UsageError` if a settings file cannot be
-    read as a JSON object, or if the package `tokenizers` is needed but not installed.
+    If the folder has one of the `SETTINGS` files and the tokenizer is a tokenizer.json, special
+    tokens are added as in transformers 5 with its default settings. If these files set
+    add_bos_token or add_eos_token, BOS and EOS are added if their flags are true. Otherwise,
+    tokenizer.json determines the special tokens. In all other cases, no special tokens are added.
+    Raises `UsageError` if a settings file cannot be read as a JSON object, or if the package
+    `tokenizers` is needed but not installed.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)
@@ -52,7 +53,10 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
 
 
 def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
-    """Return the ID of a token given as a name or a dictionary, or None if it is unknown."""
+    """Return the ID of a token, or None if the token is unknown.
+
+    `given` is the token's name, or a dictionary with the name as its `content`.
+    """
     name = given.get("content") if isinstance(given, dict) else given
     return tokenizer.vocabulary().get(name) if isinstance(name, str) else None
 
@@ -60,7 +64,7 @@ def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
 def _added(
     settings: Mapping[str, Any], tokenizer: HFTokenizer, bos: int | None, eos: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the IDs of the special tokens to add at the beginning and the end."""
+    """Return the IDs of the special tokens to add before and after a text."""
     flags = {"add_bos_token": bos, "add_eos_token": eos}
     if not flags.keys() & settings.keys():
         return tokenizer.tokens_around()

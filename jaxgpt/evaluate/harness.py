@@ -47,15 +47,15 @@ class JaxGPT(TemplateLM):
         Args:
             run: the run directory, or hf:FOLDER for a transformers model.
             step: checkpoint to load; default the newest.
-            mesh: sizes of the data, fsdp and tensor axes.
+            mesh: mesh to run the model on, as in parallel.mesh or as a list of sizes.
             dtype: compute dtype, float32 or bfloat16; default the run's.
             max_length: longest context in tokens; default the model's.
             batch_size: number of rows to score at once; `auto` means 16.
-            max_batch_size, device: accepted because lm_eval passes them to every model, but unused.
-            others: must be empty; reported as unknown arguments.
+            max_batch_size, device: unused; lm_eval passes them to every model.
+            others: unknown arguments, which cause an error.
 
-        Raises `UsageError` for invalid arguments, a model that cannot be loaded, a run without a
-        tokenizer, or more than one process.
+        Raises `UsageError` if an argument is invalid, if the model cannot be loaded, if it has no
+        tokenizer, or if a launcher started several processes. Also raises whatever `Model` raises.
         """
         super().__init__()
         del max_batch_size, device
@@ -102,7 +102,7 @@ class JaxGPT(TemplateLM):
     ) -> list[int]:
         """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`.
 
-        Raises `UsageError` like `Encoder.encode`.
+        Raises whatever `Encoder.encode` raises.
         """
         return self._encoder.encode(string, add_special_tokens is not False)
 
@@ -128,8 +128,8 @@ class JaxGPT(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each text in nats. Each token is predicted once.
 
-        `prefix_token_id` is prepended to each text, and windows have at most `max_length` tokens.
-        Raises `UsageError` like `tok_encode`.
+        The first token is predicted from `prefix_token_id`. Each window predicts at most
+        `max_length` tokens. Raises whatever `tok_encode` raises.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
@@ -153,8 +153,9 @@ class JaxGPT(TemplateLM):
         """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
         A continuation has at most max_gen_toks tokens. A context that leaves no room for
-        max_gen_toks tokens is truncated on the left. Raises `UsageError` like `tok_encode`, and for
-        generation options that are not supported or out of range.
+        max_gen_toks tokens is truncated on the left, but keeps at least one token. Raises
+        `UsageError` if a generation option is not supported or out of range. Also raises whatever
+        `tok_encode` raises.
         """
         out = []
         for request in requests:
