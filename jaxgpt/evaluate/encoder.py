@@ -35,8 +35,9 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
 
     If the folder has one of the `SETTINGS` files and the tokenizer is a tokenizer.json, special
     tokens are added as in transformers 5 with its default settings. If these files set
-    add_bos_token or add_eos_token, BOS and EOS are added if their flags are true. Otherwise,
-    tokenizer.json determines the special tokens. In all other cases, no special tokens are added.
+    add_bos_token or add_eos_token, BOS and EOS are each added only if their flag is true. If they
+    set neither, tokenizer.json determines the special tokens. In all other cases, no special tokens
+    are added.
     Raises `UsageError` if a settings file cannot be read as a JSON object, or if the package
     `tokenizers` is needed but not installed.
     """

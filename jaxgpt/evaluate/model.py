@@ -48,21 +48,21 @@ class Trained:
 
     where: str  # run directory
     step: int
-    config: Config  # the run's configuration, with the evaluation's mesh and without dropout
+    config: Config  # the run's configuration, with the mesh for evaluation and without dropout
     tokenizer: Tokenizer | None
-    block_size: int  # length T of the longest row to evaluate, at most the model's
+    block_size: int  # length T of the longest row to evaluate, at most the model's context length
     data: Literal["own", "given", "none"]
-    """Origin of the data in `config`: the run, the command line, or none for imported weights."""
+    """Whether the data settings are the run's own or given, or absent for imported weights."""
 
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield the run directory `where`, or a temporary one for a transformers model.
+    """Yield the run directory `where`, or a temporary run directory for a transformers model.
 
     `where` is a transformers model if it is hf:FOLDER, or a folder with a config.json and no
-    checkpoints. All processes must call this. The first process of each host converts the weights
-    and writes them to the temporary directory. Raises `UsageError` if there is no such folder, or
-    if the transformers folder cannot be converted.
+    checkpoints. The first process of each host converts the model. All processes must call this.
+    Raises `UsageError` if the folder does not exist or cannot be converted, and `OSError` if no
+    temporary folder can be created.
     """
     if not where.startswith(TRANSFORMERS):
         given = Path(expand_user(where))
@@ -86,10 +86,12 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield a temporary folder `name`, which the first process of each host creates with `write`.
+    """Yield the path of a temporary folder that the first process of each host writes.
 
-    Each host has a separate folder, because hosts might not share temporary folders. All processes
-    must call this. If `write` raises `UsageError` on any host, all processes raise it.
+    `write` gets the path, which ends with `name`, and must create the folder. The folder is removed
+    at the end. Each host has a separate folder, because hosts might not share temporary folders.
+    All processes must call this. If `write` raises `UsageError` on any host, all processes raise
+    it. Raises `OSError` if no temporary folder can be created, or if `write` raises it.
     """
     with contextlib.ExitStack() as at_end:
 
@@ -123,9 +125,9 @@ def find_trained(
         settings: data settings, "data.KEY=VALUE", which override the run's.
         block_size: length T of the longest row; default the model's.
 
-    Raises `UsageError` if there is no such checkpoint, if its metadata is damaged, if its
-    tokenizer is missing or has changed, if the mesh does not fit the model, if a setting is
-    not a valid data setting, or if block_size is larger than the model's.
+    Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
+    tokenizer is missing or has changed, if the mesh is malformed or does not fit the model, if a
+    setting is not a valid data setting, or if `block_size` is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -143,7 +145,7 @@ def find_trained(
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
     if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)  # learned positions are fixed
+        config = config.replace(model__block_size=block_size)  # others have a fixed size
     data: Literal["own", "given", "none"]
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
@@ -152,7 +154,10 @@ def find_trained(
 
 
 def without_training(config: Config) -> Config:
-    """Return a configuration without dropout, and with one microbatch for each pipeline stage."""
+    """Return a configuration without dropout, and with one microbatch for each pipeline stage.
+
+    Raises `UsageError` if parallel.mesh is malformed.
+    """
     n_stages = parse_mesh(config.parallel.mesh).split_of("splits_layers")
     return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=n_stages)
 
@@ -162,7 +167,7 @@ class Rows(NamedTuple):
 
     size: int  # number of rows
     length: int  # T; a row has up to T+1 tokens
-    read: Callable[[int], np.ndarray]  # row index -> token IDs of the row
+    read: Callable[[int], np.ndarray]  # row index -> token IDs of the row, at most (T+1,)
 
 
 class Model:
@@ -175,18 +180,17 @@ class Model:
         cluster: ProcessGroup,
         params: "Params | None" = None,
     ):
-        """Initialize JAX and load the parameters.
+        """Start JAX and load the parameters, unless `params` is given.
 
         Args:
             trained: the checkpoint.
             batch_size: number of rows to score at once. It is rounded up to a multiple of the
                 number of devices that the batch is sharded over.
             cluster: the processes of the job.
-            params: the parameters, if they are already on the mesh; otherwise, the checkpoint is
-                loaded.
+            params: the checkpoint's parameters, already on the mesh.
 
         Raises `UsageError` if the mesh does not fit the devices, or if the checkpoint is damaged or
-        cannot be read.
+        cannot be read. Also raises whatever `initialize_jax` and `restore_params` raise.
         """
         if params is None:
             initialize_jax(cluster, mesh_shape(trained.config))
@@ -198,7 +202,7 @@ class Model:
 
         shape = mesh_shape(trained.config, jax.device_count())
         n_shards, vocab_size = shape.split_of("splits_batch"), trained.config.model.vocab_size
-        assert vocab_size is not None  # a checkpoint contains it
+        assert vocab_size is not None  # every checkpoint contains the vocabulary size
         chunk = trained.config.train.loss_chunk or MAX_LOGITS
         self.batch_size = _round_up(batch_size, n_shards)
         self.config = trained.config.replace(
@@ -232,9 +236,9 @@ class Model:
     def row_length(self, n: int) -> int:
         """Return the padded length for a row of n inputs.
 
-        Lengths are powers of 2, starting at `LEAST_LENGTH`, to limit the number of compilations.
-        They are rounded up so that a sequence and its heads can be sharded evenly, and are at most
-        T.
+        To limit the number of compilations, the length is a power of 2 and at least `LEAST_LENGTH`.
+        It is then rounded up so that the sequence and the heads can be sharded evenly, but is at
+        most `block_size`.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
@@ -252,7 +256,7 @@ class Model:
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
         0. `rows` may also be a list of sequences of at most `block_size` token IDs. In that case,
         both have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise
-        `UsageError` as in `logits`.
+        `UsageError` as in `logits`. Also raises whatever `rows.read` raises.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -300,7 +304,7 @@ class Model:
         return np.concatenate(found).reshape(*given.shape, -1)
 
     def _check_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return token IDs as an array; raise `UsageError` if they are not valid inputs."""
+        """Return token IDs as an integer array, (T,) or (B, T); raise `UsageError` if invalid."""
         given, vocab_size = np.asarray(tokens), self._vocab_size
         if given.ndim not in (1, 2) or not given.size or given.dtype.kind not in "iu":
             raise UsageError(
@@ -322,7 +326,10 @@ class Model:
         return given
 
     def _compile_scorer(self, length: int, with_likeliest: bool) -> Callable[..., Any]:
-        """Compile `eval_tokens` for rows of one length; wait until all processes have done so."""
+        """Return `eval_tokens`, compiled for rows of one length.
+
+        The first call for a length waits until all processes have compiled the function.
+        """
         import jax
 
         key = length, with_likeliest
@@ -369,11 +376,12 @@ class Model:
         min_p: float | None = None,
         stop: Sequence[str] = (),
     ) -> str:
-        """Return a prompt followed by generated text. See `generate_tokens`.
+        """Return a prompt followed by generated text. See `generate_tokens` for the arguments.
 
-        Generation stops before the first `stop` string. An empty prompt becomes the end-of-text
-        token, or token 0 if the tokenizer has no such token. Raises `UsageError` if an argument is
-        invalid, if the model has no tokenizer, or if the tokenizer cannot encode the prompt.
+        The text ends before the first `stop` string. An empty prompt becomes the end-of-text token,
+        or token 0 if the tokenizer has no such token. Raises `UsageError` if an argument is
+        invalid, if the model has no tokenizer, or if the tokenizer cannot encode the prompt. Raises
+        `OverflowError` if the seed does not fit in int32.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
@@ -388,9 +396,9 @@ class Model:
         stop: Sequence[str] = (),
         at_once: int | None = None,
     ) -> Iterator[list[Written]]:
-        """Continue several prompts as one batch, and yield the texts as they grow.
+        """Continue several prompts as one batch, and yield the text of each prompt as it grows.
 
-        The results are the same as if each prompt were the only one, up to rounding.
+        Up to rounding, a text does not depend on the other prompts.
 
         Args:
             prompts: one or more prompts, as for `generate`.
@@ -398,10 +406,10 @@ class Model:
             sampling: how to choose each token.
             seeds: a random seed for each prompt.
             stop: stop strings; see `generate`.
-            at_once: number of tokens to generate between two yields; by default, all of them, or
-                `TOKENS_AT_ONCE` if there are stop strings.
+            at_once: number of tokens to generate between two yields. The default is
+                `TOKENS_AT_ONCE` if there are stop strings, and otherwise `n_tokens`.
 
-        Raises `UsageError` like `generate`.
+        Raises whatever `generate` raises.
         """
         for prompt in prompts:
             if not isinstance(prompt, str):
@@ -445,17 +453,19 @@ class Model:
         """Return `n_tokens` generated token IDs that continue a prompt.
 
         Args:
-            tokens: IDs of the prompt, at least one. Only the last `block_size` are used.
+            tokens: token IDs of the prompt (n,), with n >= 1. Only the last `block_size` are used.
+            n_tokens: number of tokens to generate.
             temperature: sampling temperature; 0 always takes the most likely token.
             top_k: sample only from the `top_k` most likely tokens; by default, from all.
-            seed: random seed.
+            seed: random seed, an int32.
             top_p: sample only from the smallest set of most likely tokens whose total probability
                 reaches `top_p`.
             min_p: sample only from tokens that are at least `min_p` times as likely as the most
                 likely one.
 
-        Raises `UsageError` if the prompt is empty, if a token is not in the vocabulary, or if a
-        number is out of range.
+        Raises `UsageError` if the prompt is empty, if a token is not in the vocabulary, or if an
+        argument other than the seed is out of range. Raises `OverflowError` if the seed does not
+        fit in int32.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
@@ -469,10 +479,10 @@ class Model:
         seeds: Sequence[int],
         at_once: int,
     ) -> Iterator[np.ndarray]:
-        """Yield generated tokens that continue several prompts: int32 (B, N), N at most `at_once`.
+        """Yield generated tokens that continue B prompts: int32 (B, N), N at most `at_once`.
 
         The caller should stop iterating when every text is complete. For the arguments, see
-        `stream` and `generate_tokens`. Raises `UsageError` like `generate_tokens`.
+        `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
         """
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):
@@ -525,7 +535,10 @@ def is_count(number: object) -> bool:
 def over_texts(
     function: Callable[..., Any], n_texts: int, in_axes: tuple[int | None, ...]
 ) -> Callable[..., Any]:
-    """Return `jax.vmap(function, in_axes)`. A batch of one is faster without vmap."""
+    """Return a function that does the same as `jax.vmap(function, in_axes)` for `n_texts` texts.
+
+    For one text, `vmap` is not used, because it is slower.
+    """
     import jax
 
     if n_texts > 1:
@@ -559,7 +572,7 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
     """Return the log-likelihood of each continuation, in the order of `pairs`.
 
     A context must have at least one token, and a continuation at most `model.block_size` tokens.
-    Contexts that are too long are truncated on the left. All processes must call this.
+    A context is truncated on the left if it is too long. All processes must call this.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
     by_length = defaultdict(list)

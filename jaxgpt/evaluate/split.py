@@ -20,7 +20,7 @@ from jaxgpt.data.token_file import Tokens
 from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
 
-ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; its tokenizer is compared later
+ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; tokenizers are compared later
 ALL = "all"  # selects all splits
 CHUNK_TOKENS = 2**20  # tokens to read and check at a time
 
@@ -35,12 +35,12 @@ class Loss:
 
     @property
     def mean(self) -> float:
-        """The mean loss in nats per token; NaN without tokens."""
+        """The mean loss in nats per token; NaN if there are no tokens."""
         return self.nats / self.n_tokens if self.n_tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """exp(mean loss); infinite for a mean loss of 700 or more, and NaN without tokens."""
+        """exp(mean loss); infinite if the mean loss is at least 700, and NaN if it is NaN."""
         return math.inf if self.mean >= 700 else math.exp(self.mean)
 
     @property
@@ -90,9 +90,9 @@ class Split:
 
     dataset: Dataset
     name: str  # name of a split, or `ALL`
-    trained: Trained  # if data.document_mask is set, with the data's end-of-text token
+    trained: Trained  # its config has the end-of-text token if data.document_mask is set
     tokenizer: Tokenizer | None
-    windows: tuple[Windows, ...]  # one for each sequence in `texts`
+    windows: tuple[Windows, ...]  # rows of each sequence in `texts`
     warnings: tuple[str, ...] = ()
 
     @property
@@ -102,15 +102,16 @@ class Split:
 
     @property
     def corpora(self) -> list[str]:
-        """The corpus of each sequence in `texts`."""
+        """The name of the corpus of each sequence in `texts`."""
         return [s.entry.corpus for s in self.dataset.sources for _ in s.tokens]
 
     def count_bytes(self) -> list[int | None]:
         """Return the number of UTF-8 bytes in the predicted tokens of each sequence in `texts`.
 
         Only tokens that count toward the loss are included. The number is None if the tokenizer is
-        unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, a
-        mask is invalid, or a token is not in the vocabulary of the model or of the tokenizer.
+        unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, if a
+        mask is invalid, if a token is not in the model's or the tokenizer's vocabulary, or if the
+        tokenizer needs a package that is not installed.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -139,7 +140,10 @@ class Split:
             )
 
     def rows(self) -> Rows:
-        """Return the rows of all `texts`, in order."""
+        """Return the rows of all `texts`, in order.
+
+        Reading a row raises `UsageError` if a file cannot be read or is too short.
+        """
         firsts = list(itertools.accumulate(map(len, self.windows), initial=0))
         texts = self.texts
 
@@ -155,10 +159,13 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`, or all its tokens if `name` is `ALL`.
 
     `stride` is the number of tokens between the starts of rows, by default `trained.block_size`.
-    Raises `UsageError` if the data is missing, damaged or too short, if its tokenizer differs from
-    the model's and data.accept_changes is not set, if the weights were imported and no data is
-    given, if the end-of-text token for data.document_mask is unknown or outside the vocabulary, or
-    if the stride is larger than a row.
+
+    Raises:
+        UsageError: if the data or the split is missing, damaged or too short, if the data's
+            tokenizer differs from the model's and data.accept_changes is not set, if a tokenizer
+            needs a package that is not installed, if the weights were imported and no data is
+            given, if the end-of-text token for data.document_mask is unknown or outside the
+            vocabulary, or if the stride is larger than a row.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
@@ -183,7 +190,8 @@ def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
     """Raise `UsageError` if the tokenizers of the data and the model differ; return warnings.
 
     If data.accept_changes is set, different tokenizers only cause a warning. An unknown tokenizer
-    also causes a warning, unless the data comes from the run.
+    also causes a warning, unless the data comes from the run. Also raises `UsageError` if comparing
+    the tokenizers needs a package that is not installed.
     """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:
@@ -227,12 +235,16 @@ def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
 
 
 def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
-    """Return the values at tokens that count toward the loss; `values` starts at token `first`."""
+    """Return the values of the tokens that count toward the loss.
+
+    `values` (n,) has one value for each token, starting at token `first`. Raises `UsageError` if
+    the loss mask cannot be read or is invalid.
+    """
     return values if text.mask is None else values[text.read_weights(first, values.size) > 0]
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
-    """Return the loss of each corpus by name, summed in float64 on the host.
+    """Return the total loss of each corpus, by name, summed in float64 on the host.
 
     The order of the sum does not depend on the batch size or the mesh. `n_bytes` is the result of
     `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file cannot be read
@@ -257,6 +269,6 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
 
 
 def sum_losses(losses: list[Loss]) -> Loss:
-    """Return the sum of one or more losses."""
+    """Return the sum of a non-empty list of losses."""
     first, *others = losses
     return sum(others, start=first)

@@ -12,12 +12,12 @@ class Written(NamedTuple):
 
 
 def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> Written:
-    """Return the part of a text that is final, and whether the text is complete.
+    """Return the final part of a text, and whether the text is complete.
 
     Args:
         prompt: the prompt.
         text: the text so far, which begins with the prompt.
-        stop: stop strings. The new text ends just before the one that is completed first.
+        stop: non-empty stop strings. The new text ends before the first one to be completed.
         is_last: True if no more tokens follow.
     """
     new = text[len(prompt) :]
