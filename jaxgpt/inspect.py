@@ -1,12 +1,12 @@
 """Show the rows of a training step: `python -m jaxgpt.inspect --run DIR --step 1234`.
 
-Prints the text of each row with its file and offset, and its document if the data has an index.
-Without `--worst`, this needs only the data, and is as fast for step 10^9 as for step 1. Instead of
-`--run`, you can pass `--config NAME` and the same settings as for jaxgpt.train. Settings after
-`--run`, such as data.path=DIR, override the run's settings.
+Prints the text, file and offset of each row, and its document if the data has a document index.
+Without `--worst`, the command does not load the model, and is as fast for step 10^9 as for step 1.
+Instead of `--run`, you can pass `--config NAME` and the same settings as for jaxgpt.train. Settings
+after `--run`, such as data.path=DIR, override the run's settings.
 
-If the data has a loss mask, `targets` is the number of tokens in a row that count toward the loss,
-and their text is printed between [[ and ]].
+If the data has a loss mask, `targets` is the number of tokens in a row that count toward the loss.
+The text of these tokens is printed between [[ and ]].
 
 `sequence` is the index of a row among all samples of the run, from 0. A change of train.batch_size
 neither repeats nor skips a sequence. For steps up to the newest checkpoint, the command
@@ -53,7 +53,7 @@ def parser() -> CommandParser:
     count = whole_number()
     out.add_argument("--step", type=count, required=True, metavar="N", help="step, as in the log")
     out.add_argument("--rows", metavar="A:B", help="rows A to B-1, or one row A; default: all")
-    worst = "compute losses with the last checkpoint before N, and print the highest first"
+    worst = "compute losses with the last checkpoint before N; print the highest losses first"
     out.add_argument("--worst", action="store_true", help=worst)
     out.add_argument("--mesh", default="1,-1,1", help="mesh for --worst: data,fsdp,tensor")
     out.add_argument("--json", action="store_true", help="print rows as JSON lines, with token IDs")
@@ -95,14 +95,14 @@ def _look_up(
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
     """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) for a step.
 
-    A record has the step, the row's number, its `origin` and, with a loss mask, the number of
-    `targets` that count. `run` is None if there is no run directory. The tokens of all rows are
-    int32 (B, T+1). Their weights are uint8 (B, T+1), or None if there is no loss mask. Notes are
-    remarks and warnings for the user.
+    A record has the `step`, the `row`, the values that `origin` returns and, if there is a loss
+    mask, the number of `targets` that count. `run` is None if there is no run directory. The tokens
+    of all rows are int32 (B, T+1). Their weights are uint8 (B, T+1), or None if there is no loss
+    mask. Notes are remarks and warnings for the user.
 
     Raises:
-        UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting
-            does not fit the data, or if `wanted` is not a valid range of rows.
+        UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
+            invalid or does not fit the data, or if `wanted` is not a valid range of rows.
     """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
@@ -125,11 +125,12 @@ def _look_up(
 
 @functools.lru_cache(maxsize=1000)
 def row_text(run: Path, step: int, row: int) -> str:
-    """Return the origin and text of one row of a step, or the reason why it cannot be read.
+    """Return the origin and text of one training row, or the reason why it cannot be read.
 
-    Raises `UsageError` if the tokenizer needs a package that is not installed.
+    If the data has no tokenizer, token IDs replace the text. Raises `UsageError` if the tokenizer
+    needs a package that is not installed.
     """
-    if step < 1:  # from a damaged record
+    if step < 1:  # the record is damaged
         return f"row {row} cannot be read: there is no step {step}"
     try:
         config = config_from_file(run / "config.yaml")
@@ -154,10 +155,12 @@ def _chosen_rows(given: str | None, batch_size: int) -> range:
 
 
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
-    """Return the origin of a row: its `sequence`, `corpus`, `file` and `offset`, and its document.
+    """Return the origin of a row of training data, as a dict.
 
-    Offsets are in tokens from the start of the file. `document` (a number) and `document_start` are
-    None if the file has no index of its documents.
+    `sequence` is an index, `corpus` is a name, and `file` is a path. `offset` is the number of
+    tokens in the file before the row. `document` is the number of the row's first document, and
+    `document_start` is the offset of that document in tokens. Both are None if the data has no
+    document index.
     """
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
@@ -173,10 +176,10 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return a note for each reason that a run may not have trained on these rows of a step.
+    """Return a note for each reason why a run may not have trained on these rows of a step.
 
-    `run` is None if there is no run directory. Raises `UsageError` if the data cannot be read. Also
-    raises whatever `read_rewinds` and `valid_checkpoints` raise.
+    `run` is None if there is no run directory. Raises `UsageError` if the data, rewinds.json or a
+    checkpoint's JSON cannot be read, or if the setting train_range_to_skip is malformed.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -197,10 +200,8 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
 def _checkpoint_before(run: Path | None, step: int) -> int:
     """Return the step of the newest checkpoint before `step`.
 
-    If there is none before `step`, return the step of the newest checkpoint.
-
-    Raises:
-        UsageError: if there is no checkpoint.
+    If all checkpoints are later, return the step of the newest one. Raises `UsageError` if there
+    are no checkpoints or no run directory.
     """
     saved = list_checkpoints(run) if run else []
     if not saved:
@@ -219,8 +220,8 @@ def row_losses(
     """Return each row's mean loss in nats with the parameters of checkpoint `at`: float32 (B,).
 
     All processes must call this. `tokens` and `weights` come from `_look_up`. Raises `UsageError`
-    if the mesh does not fit the devices, or if the checkpoint is damaged or does not fit the
-    configuration. Also raises whatever `initialize_jax` raises.
+    if the mesh does not fit the devices or the batch, or if the checkpoint is damaged or does not
+    fit the configuration. Also raises whatever `initialize_jax` and `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 
@@ -259,9 +260,9 @@ def show(
 ) -> None:
     """Print the records and text of rows, or JSON lines that also contain the token IDs.
 
-    Without a tokenizer, token IDs are printed instead of text, and the `text` in JSON is None. For
-    the other arguments, see `_look_up`. Raises `UsageError` if the tokenizer needs a package that
-    is not installed.
+    If there is no tokenizer, token IDs are printed instead of text, and `text` in JSON is null. For
+    the arguments except `as_json`, see `_look_up`. Raises `UsageError` if the tokenizer needs a
+    package that is not installed.
     """
 
     def text_of(ids: list[int]) -> str:
@@ -287,7 +288,7 @@ def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int
 
     `ids` and `weights` have one number for each token. The first token is not a target.
     """
-    counts = [False, *map(bool, weights[1:])]  # the first token is not a target
+    counts = [False, *map(bool, weights[1:])]
     out = []
     for is_counted, run in itertools.groupby(zip(ids, counts, strict=True), lambda pair: pair[1]):
         text = text_of([token for token, _ in run])

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
     """Write a dataset and print a summary.
 
-    Raises `UsageError` like `prepare`, and also if the folder cannot be written.
+    Raises `UsageError` if `prepare` raises `UsageError` or `OSError`.
     """
     name = arguments.name if arguments.command == "text" else arguments.command
     directory = arguments.out or dataset_directory(DataConfig(dataset=name))
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
         ) from None
     finally:
         if (parts := directory / PARTS).is_dir():
-            print(f"{parts} keeps the finished files; run again to continue", file=sys.stderr)
+            print(f"finished files are in {parts}; run again to continue", file=sys.stderr)
     print("\n".join([*lines, f"wrote {directory}"]))
 
 
@@ -96,7 +96,8 @@ def prepare(
     """Write the dataset and return the lines of a summary.
 
     `arguments` come from `parser()`, and `directory` is an absolute path. A built-in dataset
-    without --out replaces the data in its default folder. The processes of `pool` tokenize files.
+    without --out replaces the data in its default folder. For the command `text`, the processes of
+    `pool` tokenize files; by default, this process tokenizes them.
 
     Raises:
         UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,
@@ -125,11 +126,11 @@ def prepare(
 
 
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
-    """Raise `UsageError` if data would be overwritten, because it may have taken hours to encode.
+    """Raise `UsageError` if existing data would be overwritten.
 
-    With `overwrite`, a tokenizer's file and data of the same format may be replaced. Data in the
-    other format always raises an error. Also raises `UsageError` if `directory` is a file.
-    `format_` is "nanogpt" or "megatron".
+    With `overwrite`, tokenizer files and data of the same format may be replaced, but data in the
+    other format still raises an error. Also raises `UsageError` if `directory` is a file. `format_`
+    is "nanogpt" or "megatron".
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
@@ -149,7 +150,7 @@ def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
     commands = out.add_subparsers(dest="command", required=True)
     shakespeare = _add_command(commands, "shakespeare_char", "character-level Tiny Shakespeare")
-    shakespeare.add_argument("--input", type=file_path, help="local text file; skips the download")
+    shakespeare.add_argument("--input", type=file_path, help="local text file to convert")
     text = _add_command(commands, "text", "your own text, JSON lines or Parquet files")
     add = text.add_argument
     files = (
@@ -158,7 +159,7 @@ def parser() -> CommandParser:
     )
     add("--input", type=file_path, nargs="+", action="extend", required=True, help=files)
     key = (
-        "key or column of the text or of the list of messages, or two keys PROMPT,COMPLETION; "
+        "key or column with the text or the messages, or two keys PROMPT,COMPLETION; "
         "default: `text`, `messages` or `prompt,completion`, detected from a file's first line. "
         "With messages or PROMPT,COMPLETION, only the answers count toward the loss"
     )
@@ -175,14 +176,12 @@ def parser() -> CommandParser:
     threads = "threads for encoding with a tokenizer.json; default: one per CPU"
     add("--workers", type=whole_number(), help=threads)
     share = (
-        "share for validation: the end of the text (default 0.1) or, if any file is not text, "
-        "documents drawn at random (0.01; with few documents, the last 0.1 of the tokens); 0 for "
-        "none"
+        "share of the data for validation; 0 for none. If all files are text, this is the end of "
+        "the text (default 0.1). Otherwise, documents are drawn at random (default 0.01), or the "
+        "last 0.1 of the tokens is used if there are few documents"
     )
     add("--val-share", type=float, help=share)
-    splits = (
-        "put all text into one split; a run ignores test.bin, but evaluate --split test uses it"
-    )
+    splits = "put all text into one split; only jaxgpt.evaluate uses the test split"
     add("--split", choices=ALL_SPLITS, help=splits)
     formats = "write train.bin and val.bin, or one .bin and .idx pair for Megatron-LM"
     add("--format", choices=("nanogpt", "megatron"), default="nanogpt", help=formats)

@@ -44,10 +44,10 @@ def parser() -> CommandParser:
     )
     likeliest = "0 always takes the most likely token"
     out.add_argument("--temperature", type=float, default=0.8, help=f"{likeliest}; default 0.8")
-    out.add_argument("--top-k", type=number, default=200, help="0 allows all tokens; default 200")
+    out.add_argument("--top-k", type=number, default=200, help="0 keeps all tokens; default 200")
     nucleus = "keep the most likely tokens whose total probability reaches this; default all"
     out.add_argument("--top-p", type=float, help=nucleus)
-    relative = "keep tokens at least this many times as likely as the first; default all"
+    relative = "keep tokens at least this many times as likely as the likeliest one; default all"
     out.add_argument("--min-p", type=float, help=relative)
     out.add_argument(
         "--stop",
@@ -69,9 +69,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Generate samples, and print them on process 0, separated by --- lines.
+    """Generate samples. Process 0 prints them, separated by lines with ---.
 
-    This connects the processes of the job. Raises `UsageError` like `check_options` and `samples`.
+    This connects the processes of the job. Raises whatever `check_options`, `join_process_group`
+    and `samples` raise.
     """
     check_options(arguments)
     with join_process_group() as cluster:
@@ -94,16 +95,17 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return the sampling options in the arguments."""
+    """Return the sampling options in the arguments. They are not checked."""
     top_k = arguments.top_k or None
     return Sampling(arguments.temperature, top_k, arguments.top_p, arguments.min_p)
 
 
 def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
-    """Return the prompts. As in nanoGPT, `--prompt FILE:NAME` reads the prompt from file NAME.
+    """Return the prompts to continue, by default one empty prompt.
 
-    Raises `UsageError` if the file cannot be read, if it has no prompts, or if the tokenizer cannot
-    encode a prompt.
+    As in nanoGPT, `--prompt FILE:NAME` reads the prompt from file NAME. Raises `UsageError` if a
+    file cannot be read, if the file of --prompts has no prompts or an invalid line, or if the
+    tokenizer cannot encode a prompt.
     """
     if arguments.prompts is not None:
         prompts = read_prompt_file(arguments.prompts)
@@ -121,7 +123,7 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[st
 
 
 def read_text(path: Path, where: str) -> str:
-    """Return a file's text; raise `UsageError` if it cannot be read."""
+    """Return a file's text. Raises `UsageError` if the file cannot be read or decoded."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -129,11 +131,11 @@ def read_text(path: Path, where: str) -> str:
 
 
 def read_prompt_file(path: Path) -> dict[str, str]:
-    """Return the prompts in a file, one per nonblank line, keyed by file and line number.
+    """Return the prompts in a file, one per non-blank line.
 
-    A line of a .jsonl file is a JSON string, or an object with a `prompt` string. Raises
-    `UsageError` if the file cannot be read or has no prompts, or if a line of a .jsonl file has
-    another form.
+    The keys name the file and the line in error messages. In a .jsonl file, each line must be a
+    JSON string, or an object with a `prompt` string. Raises `UsageError` if a line is invalid, or
+    if the file cannot be read or has no prompts.
     """
     prompts = {}
     for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):
@@ -156,12 +158,11 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 
 
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
-    """Yield all samples so far, in the order of the prompts, after each batch.
+    """After each batch, yield all samples so far, in the order of the prompts.
 
-    With --stream, unfinished samples are also yielded while they grow.
-
-    All processes must exhaust the iterator. Raises `UsageError` if the run, its tokenizer, the
-    mesh or a prompt cannot be used.
+    With --stream, unfinished samples are also yielded while they grow. All processes must exhaust
+    the iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be
+    used. Also raises whatever `run_folder` and `Model` raise.
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
@@ -194,7 +195,10 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 
 
 def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
-    """Yield the output of `samples` in parts, each as soon as everything before it is final."""
+    """Yield the text to print for the output of `samples`, in parts.
+
+    Each part is yielded as soon as all text up to its end is final.
+    """
     number, written = 0, None  # the current sample, and the part of it that has been yielded
     for texts in snapshots:
         while number < len(texts):

@@ -115,13 +115,13 @@ def run_lm_eval(argv: list[str]) -> None:
 def input_folder(
     arguments: argparse.Namespace, settings: list[str], run: Path, cluster: ProcessGroup
 ) -> Iterator[list[str]]:
-    """Yield the data settings to evaluate with: `settings` or, with --input, a longer list.
+    """Yield the data settings for the evaluation: `settings`, and data.path if --input is given.
 
-    With --input, the list also sets data.path to a temporary folder of tokens. The first process of
-    each host writes these tokens, using data.tokenizer or, by default, the run's tokenizer. All
-    processes must call this. Raises `UsageError` if --input is combined with a split or another
-    data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises `OSError` if
-    the temporary folder cannot be written.
+    With --input, data.path is a temporary folder of tokens. The first process of each host writes
+    these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes must call
+    this. Raises `UsageError` if --input is combined with a split or another data source, or if the
+    checkpoint, the tokenizer or the text cannot be used. Raises `OSError` if the temporary folder
+    cannot be written.
     """
     if arguments.input is None:
         yield settings

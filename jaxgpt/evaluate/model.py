@@ -52,7 +52,7 @@ class Trained:
     tokenizer: Tokenizer | None
     block_size: int  # length T of the longest row to evaluate, at most the model's context length
     data: Literal["own", "given", "none"]
-    """Whether the data settings are the run's own or given, or absent for imported weights."""
+    """Where `config.data` comes from: the run, the user, or nowhere (imported weights)."""
 
 
 @contextlib.contextmanager
@@ -145,7 +145,7 @@ def find_trained(
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
     if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)  # others have a fixed size
+        config = config.replace(model__block_size=block_size)  # learned positions keep their size
     data: Literal["own", "given", "none"]
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
@@ -237,8 +237,8 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         To limit the number of compilations, the length is a power of 2 and at least `LEAST_LENGTH`.
-        It is then rounded up so that the sequence and the heads can be sharded evenly, but is at
-        most `block_size`.
+        It is then rounded up so that the sequence and the heads can be sharded evenly. It never
+        exceeds `block_size`.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
@@ -287,7 +287,7 @@ class Model:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the next-token logits at each token: float32 (T, V), or (B, T, V) for a batch.
 
-        Attention is the same as in training. `score` computes its losses from the same logits.
+        `score` computes its losses from the same logits.
 
         Args:
             tokens: token IDs of one sequence (T,) or of a batch (B, T). T is at most `block_size`.
@@ -537,7 +537,7 @@ def over_texts(
 ) -> Callable[..., Any]:
     """Return a function that does the same as `jax.vmap(function, in_axes)` for `n_texts` texts.
 
-    For one text, `vmap` is not used, because it is slower.
+    For one text, the function avoids `vmap`, which is slower.
     """
     import jax
 

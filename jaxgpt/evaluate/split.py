@@ -40,7 +40,7 @@ class Loss:
 
     @property
     def perplexity(self) -> float:
-        """exp(mean loss); infinite if the mean loss is at least 700, and NaN if it is NaN."""
+        """exp(mean loss), or infinity if the mean loss is at least 700 nats."""
         return math.inf if self.mean >= 700 else math.exp(self.mean)
 
     @property
