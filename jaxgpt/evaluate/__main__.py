@@ -185,7 +185,7 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 
     The top level has the loss of the whole split in nats per token, its perplexity, its bits per
     byte, and the numbers of tokens and bytes. `corpora` has the same five values for each corpus,
-    by name. See `Loss` for the cases in which a value is None, NaN or infinite.
+    by name. `Loss` explains when a value is None, NaN or infinite.
     """
 
     def figures(loss: Loss) -> dict[str, Any]:
