@@ -150,7 +150,7 @@ def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.prepare", description=__doc__)
     commands = out.add_subparsers(dest="command", required=True)
     shakespeare = _add_command(commands, "shakespeare_char", "character-level Tiny Shakespeare")
-    shakespeare.add_argument("--input", type=file_path, help="local text file to convert")
+    shakespeare.add_argument("--input", type=file_path, help="local text file; default: a download")
     text = _add_command(commands, "text", "your own text, JSON lines or Parquet files")
     add = text.add_argument
     files = (
