@@ -49,7 +49,7 @@ def parser() -> CommandParser:
         type=whole_number(0),
         metavar="R",
         default=0,
-        help="restart COMMAND up to R times if a process fails or hangs or a host is lost",
+        help="restart COMMAND up to R times if a process fails or hangs, or if a host is lost",
     )
     out.add_argument(
         "--give-up-after",
@@ -104,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options and the command, which starts after `--` or at the first non-option.
 
-    Every option except --print and --help takes a value, after `=` or as the next word.
+    All options except --print, -h and --help have a value, after `=` or as the next word. If there
+    is no command, the second list is empty.
     """
     if "--" in argv:
         end = argv.index("--")
@@ -117,10 +118,10 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
-    """Return the layout of the processes.
+    """Return the hosts of the job and the number of processes on each host.
 
-    Raises `UsageError` if the options do not fit the job, COMMAND is missing, a launcher started
-    this process, or the host list or an environment variable is invalid.
+    Raises `UsageError` if the options do not fit the job or each other, if COMMAND is missing, if a
+    launcher started this process, or if the host list or an environment variable is invalid.
     """
     launch = find_launch(os.environ)
     if launch.variable is not None:

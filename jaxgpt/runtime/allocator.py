@@ -9,24 +9,24 @@ from pathlib import Path
 
 from jaxgpt.cluster.hardware import DEVICE_FILES
 
-# malloc keeps freed blocks up to this size. Keeping larger blocks would fragment the heap.
+# malloc keeps freed blocks that are smaller than this. Larger blocks would fragment the heap.
 KEPT_BYTES = 2**29
-# Options from glibc's malloc.h: M_ARENA_MAX (other arenas keep at most 64 MiB), M_MMAP_THRESHOLD,
-# M_TRIM_THRESHOLD, and M_TOP_PAD (address space added when the heap grows).
+# Options and values for mallopt: M_ARENA_MAX (1, because other arenas keep at most 64 MiB),
+# M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD (bytes added when the heap grows).
 MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**21))
 MADV_HUGEPAGE = 14  # back the heap with 2 MiB pages
 
-USABLE = 0.9  # share of GPU memory; the rest is left for the driver, NCCL and fragmentation
-# Variables that set XLA's share of GPU memory: the current and the old name.
+USABLE = 0.9  # fraction of GPU memory; the driver, NCCL and fragmentation need the rest
+# Current and old name of the variable that sets XLA's fraction of GPU memory.
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
-    Blocks of up to `KEPT_BYTES` are kept, in huge pages if possible. Returns a list with a log line
-    if the user has configured malloc, and otherwise an empty list. Call this before XLA starts its
-    threads. It does nothing on other C libraries.
+    malloc keeps blocks smaller than `KEPT_BYTES`, in huge pages if possible. Returns a log line if
+    the user has configured malloc, and an empty list otherwise. With another C library, nothing
+    changes. Call this before XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (
@@ -50,9 +50,8 @@ def keep_freed_memory() -> list[str]:
 def reserve_gpu_memory() -> list[str]:
     """Let XLA reserve the fraction `USABLE` of GPU memory unless the user has set a fraction.
 
-    This sets XLA_CLIENT_MEM_FRACTION and returns a log line. It does nothing and returns no lines
-    if the user has set a fraction, or if the host has no NVIDIA or AMD GPU. Call this before JAX
-    starts.
+    This sets XLA_CLIENT_MEM_FRACTION and returns a log line. If the user has set a fraction, or if
+    the host has no NVIDIA or AMD GPU, it returns an empty list. Call this before JAX starts.
     """
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):

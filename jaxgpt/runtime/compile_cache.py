@@ -17,15 +17,14 @@ OFF = "off"
 def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Set up JAX's persistent compilation cache in `directory`. Return a log line.
 
-    Every process must call this, after JAX has started. The cache is disabled if `directory` is
+    All processes must call this after JAX has started. The cache is disabled if `directory` is
     empty, `off`, `none` or `null`, in upper or lower case. Otherwise, JAX_COMPILATION_CACHE_DIR
     overrides `directory`. The cache is in a subfolder for the processor type, which is created if
-    needed. If the subfolder cannot be used, JAX compiles without a cache, and the log line gives
-    the reason.
+    needed. If the cache cannot be used, JAX compiles without it, and the log line gives the reason.
 
-    A multi-process CPU job locks the subfolder until `cluster` closes. If it cannot get the lock,
-    for example because another job holds it, the cache is read-only. Otherwise, if all processes
-    are on one host, process 0 compiles for all of them.
+    A multi-process CPU job locks the subfolder until `cluster` closes. A job that has the lock and
+    runs on one host compiles only on process 0. A job that cannot get the lock, for example because
+    another job has the lock, only reads the cache.
     """
     import jax
 
@@ -37,8 +36,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
         source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
     folder = Path(os.path.expanduser(directory)) / _cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
-    # On GPUs, all processes take part in autotuning, so a process with a cache miss would wait for
-    # one with a cache hit.
+    # On GPUs, all processes take part in autotuning. A process with a cache miss would wait for
+    # a process with a cache hit.
     writable = all(cluster.allgather(_is_writable(folder)))
     if not writable or not (on_cpu or _is_shared(folder, cluster)):
         problem = "is not one folder that all hosts share, or the hosts have different processors"
@@ -50,7 +49,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if on_cpu:
-        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # they are for GPUs
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # only for GPUs
     line = f"compile cache: {folder}"
     if not on_cpu or cluster.size == 1:
         return line
@@ -66,9 +65,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
 
 class CacheUse:
-    """Counts compile-cache requests and hits. `str` returns `off`, `not used`, `hit` or `miss`.
+    """Counts the requests and hits of the compile cache since this object was created.
 
-    `hit` means that all programs since the object was created came from the cache.
+    `str()` returns `off`, `not used`, `hit` (all programs came from the cache) or `miss`.
     """
 
     def __init__(self):
@@ -117,13 +116,13 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
     with contextlib.ExitStack() as stack:
         name = "no such file"
         if cluster.is_main:
-            with contextlib.suppress(OSError):  # a full disk: compile without a cache
+            with contextlib.suppress(OSError):  # such as a full disk; compile without a cache
                 name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name).name
         return all(cluster.allgather((folder / cluster.broadcast(name)).is_file()))
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group closes. Return "", or the reason why this failed."""
+    """Lock the folder until the group closes. Return "", or the reason for the failure."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:

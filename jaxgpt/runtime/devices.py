@@ -1,4 +1,4 @@
-"""The devices of a process: simulated CPU devices, or its share of the host's accelerators."""
+"""Number of simulated CPU devices, and each process's share of its host's accelerators."""
 
 import math
 import os
@@ -12,15 +12,15 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 
 
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return how many devices each process of a CPU job simulates.
+    """Return the number of devices that each process of a CPU job simulates.
 
-    The default is the product of the axis sizes divided by the number of processes. If the mesh
-    contains -1, it is the smallest number with which the total number of devices is a multiple of
-    the product of the other sizes. JAX_NUM_CPU_DEVICES takes precedence.
+    JAX_NUM_CPU_DEVICES takes precedence. By default, the processes share the devices of the mesh
+    equally. If the mesh contains -1, each process simulates as few devices as possible, so that the
+    total number of devices is a multiple of the product of the other axis sizes.
 
-    Raises `UsageError` if the number of processes does not divide the product of a mesh without -1,
-    if a process would need more than `MAX_CPU_DEVICES` devices, or if JAX_NUM_CPU_DEVICES is
-    invalid.
+    Raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid, if a process would need more than
+    `MAX_CPU_DEVICES` devices, or if the mesh has no -1 and its devices cannot be divided equally
+    among the processes.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
@@ -48,13 +48,15 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators among the visible ones, or None for all.
+    """Return the indices of this process's accelerators, or None to use all visible accelerators.
 
     Processes on one host that see the same accelerators get equal shares, and any remainder is
-    unused. The result is None on CPUs, and if a process sees at most one accelerator or shares its
-    accelerators with no other process. On a machine in `MACHINES` with Intel GPUs, this also sets
-    ZE_AFFINITY_MASK. All processes must call this. Raises `UsageError` on all of them if there are
-    fewer accelerators than processes, unless at most one accelerator is visible.
+    unused. The result is None on CPUs, if the process sees at most one accelerator, or if no other
+    process sees the same accelerators. On a machine in `MACHINES` with Intel GPUs, this also sets
+    ZE_AFFINITY_MASK.
+
+    All processes must call this. Raises `UsageError` on all processes if more processes than
+    accelerators share the accelerators of a host, unless only one accelerator is visible.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
@@ -76,14 +78,14 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 
 
 def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
-    """Return this process's visible accelerators, and how many processes share them.
+    """Return this process's visible accelerators, and the number of processes that share them.
 
-    The third value is this process's index among those processes.
+    The third value is this process's index among these processes. All processes must call this.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
     visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
-    # Intel's device files do not distinguish tiles, so use the machine's device count.
+    # Intel has one device file for several tiles, so use the machine's number of devices.
     n_seen = count_accelerators() or (cluster.machine.devices_per_host if cluster.machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     position = visible_on_host[: cluster.local_rank].count(visible)
@@ -91,11 +93,11 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return the job's expected number of devices, before JAX starts.
+    """Return the job's expected number of devices before JAX starts.
 
-    This is the product of the axis sizes. If the mesh contains -1, the number depends on the
-    processes and their hosts instead. On CPUs, this then raises whatever
-    `cpu_devices_per_process` raises. All processes call this together.
+    This is the product of the axis sizes or, if the mesh contains -1, the sum over the processes.
+    All processes must call this. If the mesh of a CPU job contains -1, raises `UsageError` if
+    JAX_NUM_CPU_DEVICES is invalid or the mesh is too large.
     """
     if shape.is_filled:
         return shape.n_devices

@@ -9,21 +9,21 @@ LIMIT = 2  # programs; enough to keep the devices busy, and a run stops soon aft
 
 
 class DispatchLimiter:
-    """Limits the number of dispatched but unfinished programs to `LIMIT`.
+    """Limits the number of unfinished programs to `LIMIT`.
 
-    After 32 unfinished programs on a CPU device, XLA blocks the dispatching thread. The job
-    deadlocks if the oldest program waits for a program on another device that this thread has not
-    dispatched yet.
+    After 32 unfinished programs on a CPU device, XLA blocks the dispatching thread. If the oldest
+    program waits for another device's program that this thread has not yet dispatched, the job
+    deadlocks.
     """
 
     def __init__(self):
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Register a program's result. Wait for the program dispatched `LIMIT` programs earlier.
+        """Register the newest program by its result, an array or a tree of arrays.
 
-        `result` is any output of the program: an array, or a tree of arrays. Raises the error of
-        the earlier program if it failed.
+        If more than `LIMIT` programs are registered, this waits for the oldest program. Raises
+        `jax.errors.JaxRuntimeError` if that program failed.
         """
         self._results.append(result)
         if len(self._results) > LIMIT:

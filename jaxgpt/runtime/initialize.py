@@ -24,7 +24,7 @@ from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
 JOBS = (("PBS", "PBS_JOBID"), ("Slurm", "SLURM_JOB_ID"))
-# JAX settings that affect results. They are fixed: only the configuration may change results.
+# JAX settings that affect results. They are fixed, so that only the configuration changes results.
 PINNED = {
     "jax_enable_x64": False,
     "jax_disable_jit": False,
@@ -56,25 +56,25 @@ def initialize_jax(
         cluster: the processes of the job.
         shape: mesh shape, which determines the number of simulated CPU devices.
         on_phase: called with the name of each startup phase when it begins.
-        preemption: whether JAX catches SIGTERM for `preemption_sync_point`, in a job with several
-            processes.
-        allow_cpu: accept CPUs even if accelerators are expected. They are also accepted if
-            JAX_PLATFORMS is set.
+        preemption: whether JAX catches SIGTERM for `preemption_sync_point`. This has no effect in a
+            job with a single process.
+        allow_cpu: accept CPUs even if accelerators are expected. If JAX_PLATFORMS is set, CPUs are
+            always accepted.
 
     Returns:
         A JSON-serializable dict of facts about the job, its devices and JAX, for the log and
-        `cluster.json`. `coordinator` is host:port, or None for a single process or if the processes
-        were already connected. `notes` are log lines. `ranks` has the `host` and the `devices` of
-        each process.
+        `cluster.json`. `coordinator` is host:port, or None if there is a single process or the
+        processes were already connected. `notes` is a list of log lines. `ranks` has a dict with
+        `host` and `devices` for each process.
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        OSError: if process 0 cannot resolve the coordinator's name or has no route to it.
+        OSError: if the name of another host does not resolve, or there is no route to it.
         RuntimeError: if `jax.distributed` cannot connect the processes.
-        UsageError: if the devices do not start, if accelerators are expected but only CPUs are
-            found, if there are more processes than accelerators, if a mesh of CPU devices does not
-            fit the processes or the devices of an already running JAX, or if an environment
-            variable is invalid.
+        UsageError: if the devices do not start, if accelerators are expected but JAX finds only
+            CPUs, if there are more processes than accelerators, or if an environment variable is
+            invalid. On CPUs, also if the mesh does not fit the number of processes, or if JAX has
+            already started with too few devices.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -182,11 +182,12 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 
 
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
-    """Return whether all processes stop after `step`, or None if `jax.distributed` is not used.
+    """Return whether all processes must stop after `step`.
 
-    If `requested`, this process has just been asked to stop, and sends itself SIGTERM, which JAX
-    must catch (see `initialize_jax`). Every process must call this for each step. Raises
-    `RuntimeError` if `jax.distributed` was started without `preemption`.
+    Set `requested` if this process has just been asked to stop. The process then sends itself
+    SIGTERM, which JAX catches. Every process must call this for each step. Returns None if
+    `jax.distributed` is not used, and raises `RuntimeError` if `initialize_jax` has connected the
+    processes without `preemption`.
     """
     import jax
 
@@ -200,7 +201,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
 
 def pin_settings() -> list[str]:
-    """Apply the settings in `PINNED`. Return a warning for each changed setting."""
+    """Apply the settings in `PINNED`. Return a warning for each setting that had another value."""
     import jax
 
     notes = []
@@ -259,7 +260,7 @@ def summary(facts: dict[str, Any]) -> str:
 def _own_devices() -> list[str]:
     """Return the names of this process's devices on its host, such as `gpu 3`.
 
-    CPU devices share a single name, such as `4 cpu devices`.
+    On CPUs, return a single name, such as `4 cpu devices` or `cpu`.
     """
     import jax
 
@@ -292,9 +293,13 @@ def _collectives_library(device: Any) -> str:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return an address at which other hosts can reach this host, or loopback on a single host."""
-    # On the coordinator's host, its name may resolve to loopback. In this case, use the address on
-    # the route to another host.
+    """Return an IP address at which the other hosts can reach this host.
+
+    If all processes are on one host, this may be a loopback address. All processes must call this.
+    Raises `OSError` like `address_towards`.
+    """
+    # The coordinator's host may resolve its own name to a loopback address. In this case, use the
+    # address on the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
     outward = [a for a in everyone if not ipaddress.ip_address(a).is_loopback]
@@ -302,9 +307,10 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 
 
 def clear_proxies() -> list[str]:
-    """Unset *_proxy variables except no_proxy, so that gRPC connects directly.
+    """Unset the *_proxy variables except no_proxy, so that gRPC connects directly.
 
-    This includes upper-case names. Returns a log line with the names, if any were set.
+    This includes upper-case names. Returns a log line with the names of the variables, or an empty
+    list if none were set.
     """
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:
@@ -314,7 +320,7 @@ def clear_proxies() -> list[str]:
 
 
 def _keep_stdout_for_python() -> None:
-    """Discard C++ output to stdout, because Gloo prints a line per process and group."""
+    """Discard C++ output to stdout, because Gloo prints a line for each process and group."""
     sys.stdout.flush()
     ours = os.dup(1)
     with open(os.devnull, "w") as nothing:
@@ -323,7 +329,10 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """Return the coordinator's host:port on process 0, and None on other processes."""
+    """Return an address (host:port) for the coordinator on process 0, and None on other processes.
+
+    Raises `UsageError` if JAXGPT_COORDINATOR is invalid.
+    """
     if not cluster.is_main:
         return None
     if given := os.environ.get(COORDINATOR):

@@ -1,7 +1,7 @@
 """All uses of JAX's private APIs.
 
 Each function documents why it needs a private name, and its fallback if JAX no longer has that
-name. tests/runtime/test_jax_internals.py then fails and reports the function.
+name. In that case, tests/runtime/test_jax_internals.py fails and reports the function.
 """
 
 import functools
@@ -10,9 +10,10 @@ import functools
 def set_gloo_hostname(address: str) -> bool:
     """Make Gloo, the collectives library for CPUs, listen on `address` on this host.
 
-    Call this before JAX creates its first device. Reason: Gloo listens on the address that the
-    host name resolves to (on Debian 127.0.1.1, which no other host can reach), and JAX has no
-    setting for it. Fallback: return False and let Gloo choose.
+    Call this before JAX creates its first device. Returns True. Reason: Gloo listens on the address
+    that the host name resolves to, and JAX has no setting for it. On Debian, this address is
+    127.0.1.1, which no other host can reach. Fallback: return False and let Gloo choose the
+    address.
     """
     try:
         from jaxlib import _jax
@@ -20,18 +21,18 @@ def set_gloo_hostname(address: str) -> bool:
         make = _jax.make_gloo_tcp_collectives
     except (ImportError, AttributeError):
         return False
-    make = getattr(make, "func", make)  # it is already wrapped if this process connects again
+    make = getattr(make, "func", make)  # already wrapped if this process connects again
     _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
     return True
 
 
 def use_one_cache_key() -> bool:
-    """Make a program's compile-cache key the same on all processes of a CPU job.
+    """Make a program's compile-cache key the same on all processes of a CPU job. Return True.
 
-    Reason: JAX's key includes the topology, which differs between the processes of a CPU job, so
-    only process 0 would find the entries that it wrote. This function makes JAX use the device
-    kinds instead, as it does if it cannot describe a topology. Fallback: return False, so that the
-    caller compiles without a cache.
+    Reason: JAX's key includes the topology, which differs between the processes of a CPU job. Only
+    process 0 writes cache entries, so the other processes would not find an entry. This function
+    makes JAX use the device kinds instead, as for platforms without a topology. Fallback: return
+    False, and the caller compiles without a cache.
     """
     try:
         from jax._src import cache_key

@@ -5,8 +5,8 @@ import os
 from jaxgpt.config import UsageError
 
 VARIABLE = "XLA_FLAGS"
-# In a CPU job, a process may wait for others that share its cores for longer than XLA's default of
-# 40 s.
+# In a CPU job, a process may wait longer than XLA's default of 40 s for processes that share its
+# cores.
 CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
@@ -19,7 +19,8 @@ QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 def add_xla_flags(*flags: str) -> None:
     """Prepend missing flags to XLA_FLAGS. The user's flags win, because XLA uses the last value.
 
-    Raises `UsageError` if XLA_FLAGS is the name of a file, which does not begin with a dash.
+    Raises `UsageError` if XLA_FLAGS is the name of a file. The name of a file does not begin with a
+    dash.
     """
     given = os.environ.get(VARIABLE, "").strip()
     if given and not given.startswith("-"):
