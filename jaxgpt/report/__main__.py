@@ -23,19 +23,19 @@ from jaxgpt.tracking.text_plot import plot_text
 from jaxgpt.train.reporting.goodput import goodput_records, goodput_table
 from jaxgpt.train.reporting.stragglers import straggler_line
 
-LOG_WIDTH = 200  # table width if the output is not a terminal, so that long rows are not wrapped
-TABLES = {"--csv": "write the rows to this table", "--json": "write the rows to this file as JSON"}
-KINDS: dict[str, tuple[str, dict[str, str]]] = {  # what a report shows, and the files it can write
+LOG_WIDTH = 200  # columns of a table if the output is not a terminal
+TABLES = {"--csv": "write the rows to this CSV file", "--json": "write the rows to this JSON file"}
+KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description of a report, and options for files
     "page": ("curves, events, samples and settings; the default", {
         "--out": "write the page to this file; default: report.html, unless --png, --csv or --text "
-        "is given", "--png": "write the curves to this picture",
-        "--csv": "write the numbers of all steps to this table"}),
-    "serve": ("the page, for this host only, kept up to date while the runs continue", {}),
+        "is given", "--png": "write the curves to this PNG file",
+        "--csv": "write the metrics of all steps to this CSV file"}),
+    "serve": ("a live version of the page, for this host only", {}),
     "runs": ("a row for each run: state, step, losses, speed, mesh and age", TABLES),
     "startup": ("a row for each start of each run", TABLES | {
-        "--png": "plot seconds against processes in this picture"}),
+        "--png": "plot start-up seconds against processes, as a PNG file"}),
     "goodput": ("how a run spent its time, over all its starts", {}),
-    "spikes": ("spikes, skips and rewinds", {"--png": "write the loss curve to this picture"}),
+    "spikes": ("spikes, skips and rewinds", {"--png": "write the loss curve to this PNG file"}),
 }  # fmt: skip
 LAYERS = {  # fields of `LayersRecord` that --text plots
     "grad_norm": "gradient norm",
@@ -57,7 +57,7 @@ def parser() -> CommandParser:
         if kind == "page":
             one.add_argument("--text", action="store_true", help="plot in the terminal")
         if kind in ("startup", "runs"):
-            one.add_argument("--sort", metavar="COLUMN", help="sort the rows, as in --sort step")
+            one.add_argument("--sort", metavar="COLUMN", help="sort the rows by this column")
         if kind == "serve":
             one.add_argument("--port", type=whole_number(1, 16), default=5006, help="TCP port")
     return out
@@ -104,9 +104,10 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 
 
 def plots_text(run: RunFiles, width: int) -> str:
-    """Return a summary and text plots of a run, at most `width` columns wide.
+    """Return a summary of a run and its curves as text that is `width` (at least 31) columns wide.
 
-    An almost constant curve, such as the memory in use, takes one line instead of a plot.
+    A nearly constant curve, such as the memory in use, is a line instead of a plot. The newest
+    `LayersRecord`, if any, is plotted against the layers.
     """
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
@@ -136,8 +137,8 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if --sort is not a column or if a file cannot be written, and `OSError` if a
-    starts.jsonl cannot be read.
+    Raises `UsageError` if there is no such column for --sort, if a file cannot be written, or if
+    matplotlib is missing for --png. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":
@@ -163,7 +164,11 @@ def rows_text(rows: list[dict[str, Any]], width: int) -> str:
 
 
 def goodput_report(run: RunFiles, width: int) -> str:
-    """Return a run's goodput and stragglers; raise `UsageError` if it has no goodput records."""
+    """Return the goodput and stragglers of a run as text.
+
+    The goodput is a table that is at most `width` columns wide. Raises `UsageError` if the run has
+    no goodput records.
+    """
     if not (goodput := goodput_records(run.records["goodput"])):
         text = f"RUN={run.directory}: its metrics.jsonl has no goodput records"
         raise UsageError(f"{text}; give a run that has trained a step")
@@ -172,9 +177,9 @@ def goodput_report(run: RunFiles, width: int) -> str:
 
 
 def spikes_report(run: RunFiles, png: Path | None) -> str:
-    """Return a table of a run's spikes; if `png` is given, plot the loss curve to that file.
+    """Return a table of a run's spikes. If `png` is given, plot the loss curve to that file.
 
-    Raises `UsageError` like `draw_png`.
+    Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """
     lines, path = [spikes_table(sum(run.records.values(), []))], run.directory / METRICS
     if run.n_damaged:

@@ -20,7 +20,10 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Raise `UsageError` if the file given for an option cannot be written."""
+    """Convert an `OSError` or `ValueError` while a file is written to a `UsageError`.
+
+    `option`, such as `--csv`, is named in the message.
+    """
     try:
         yield
     except (OSError, ValueError) as error:
@@ -30,7 +33,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def picture(path: Path, *size: float) -> Iterator[Any]:
-    """Yield a figure, then write it to a file. `size` is in inches.
+    """Yield a matplotlib figure of `size` (width, height) inches, then write it to a file.
 
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
@@ -46,7 +49,10 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
-    """Plot the panels of the runs to a file. Raises `UsageError` like `picture`."""
+    """Plot all panels that have values, and write the plots to a file.
+
+    Raises `UsageError` if the file cannot be written or matplotlib is missing.
+    """
     found = [(panel, [series_of(run, panel) for run in runs]) for panel in panels]
     found = [pair for pair in found if any(len(s[0].columns["y"]) for s in pair[1])]
     width, height = min(2, max(1, len(found))), max(1, -(-len(found) // 2))  # in panels
@@ -73,7 +79,10 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
 
 def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the start-up times in the rows of `start_rows`. Raises `UsageError` like `picture`."""
+    """Plot the start-up times in the result of `start_rows`, and write the plot to a file.
+
+    Raises `UsageError` if the file cannot be written or matplotlib is missing.
+    """
     points = [(r["processes"], r["seconds"]) for r in rows if r["seconds"] is not None]
     with picture(path, 7, 5) as figure:
         axes = figure.add_subplot(xlabel="processes", ylabel="seconds to the end of the first step")
@@ -82,7 +91,10 @@ def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write dicts as the rows of a CSV file; raise `UsageError` if it cannot be written."""
+    """Write dicts as the rows of a CSV file, with a column for each key.
+
+    Raises `UsageError` if the file cannot be written.
+    """
     with writing("--csv", path), path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()

@@ -52,7 +52,7 @@ class Plots:
     """The Bokeh figures of a page. Raises `UsageError` if Bokeh is not installed."""
 
     def __init__(self, runs: Sequence[RunFiles], limit: int = MAX_POINTS):
-        """Draw the runs; the curves have at most `limit` points."""
+        """Draw the runs. Each curve has at most `limit` points."""
         try:
             from bokeh.models import ColumnDataSource, DataRange1d
         except ImportError:
@@ -168,7 +168,7 @@ def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
 
 
 def _bars(title: str, rows: Sequence[tuple[str, dict[str, float]]]) -> str:
-    """Return HTML with a stacked bar for each row (parts in seconds)."""
+    """Return HTML with a stacked bar for each row. The parts of a bar are in seconds."""
     names = dict.fromkeys(name for _, parts in rows for name, s in parts.items() if s >= 0.05)
     color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
     longest, out = max((sum(parts.values()) for _, parts in rows), default=0), ""

@@ -1,4 +1,4 @@
-"""The panels of a report as data: which numbers they show, and at which points."""
+"""The panels of a report as data, and the downsampling of curves."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Panel(NamedTuple):  # a plot of metrics against steps
     curves: tuple[tuple[str, str, str], ...]  # kind of record, name in the record, label
     scale: float = 1.0
     is_noisy: bool = False  # draw a smoothed line above the raw one
-    has_log: bool = False  # whether a logarithmic axis makes sense
+    has_log: bool = False  # offer a logarithmic y-axis
 
 
 PANELS = (
@@ -53,9 +53,10 @@ class Series(NamedTuple):  # something to draw in a panel
 
 
 def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
-    """Return what a panel shows about a run: its curves, then the marks on the first curve.
+    """Return the curves of one run in a panel, followed by the marks for its events.
 
-    The list has the same length for all runs. Each curve has at most `limit` points.
+    The list has the same length for all runs. Each curve has at most `limit` points, or none if the
+    run has no finite values. `limit` must be at least 2.
     """
     out = []
     for kind, key, label in panel.curves:
@@ -86,7 +87,10 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred moving mean of `values` (N,) over 2% of the curve: (N,). NaNs remain."""
+    """Return the centred moving mean of `values` (N,) over 2% of the curve: (N,).
+
+    Non-finite values are left out of the means, and become NaN.
+    """
     if not len(values):
         return values
     window, finite = np.ones(2 * (len(values) // 100) + 1), np.isfinite(values)
@@ -98,8 +102,9 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 def extremes(values: np.ndarray, limit: int) -> np.ndarray:
     """Return the indices of at most `limit` values: the first, the last, and extremes.
 
-    The indices are increasing. If all `values` (N,) fit, all are kept. Otherwise, the curve is
-    split into (limit - 2) / 2 equal parts, and the extremes of each part are kept.
+    The indices (int64) are increasing. If there are at most `limit` values, all are kept.
+    Otherwise, `values` (N,) is split into (limit - 2) / 2 equal parts, and the extremes of each
+    part are kept. `limit` must be at least 2.
     """
     if (n := len(values)) <= limit:
         return np.arange(n)

@@ -13,13 +13,13 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 
 
 def serve(paths: Sequence[Path], port: int) -> None:
-    """Serve the newest runs at / and each run at /NAME until interrupted.
+    """Serve the newest `MAX_RUNS` runs at / and each run at /NAME until interrupted.
 
-    Files in run directories are not served. Raises `UsageError` if a path has no run, if a
+    The files in run directories are not served. Raises `UsageError` if a path has no run, if a
     metrics.jsonl cannot be read, if Bokeh is not installed, or if the port cannot be opened.
     """
     runs = read_runs(paths)
-    Plots(runs[:1], MAX_POINTS)  # raises the error if Bokeh is not installed
+    Plots(runs[:1], MAX_POINTS)  # raises `UsageError` if Bokeh is not installed
     from bokeh.server.server import Server
 
     apps = {f"/{urllib.parse.quote(run.name)}": page_of([run.directory]) for run in runs}
@@ -30,12 +30,15 @@ def serve(paths: Sequence[Path], port: int) -> None:
     except OSError as error:
         text = f"--port={port}: cannot be opened ({in_words(error)}); give another port"
         raise UsageError(text) from None
-    print(f"http://localhost:{port}/ shows the runs; Ctrl-C ends this", flush=True)
+    print(f"http://localhost:{port}/ shows the runs; Ctrl-C stops the server", flush=True)
     server.run_until_shutdown()
 
 
 def page_of(paths: Sequence[Path]) -> Callable[[Any], None]:
-    """Return a function that fills a Bokeh document with the newest runs at the paths."""
+    """Return a function that fills a Bokeh document with the newest `MAX_RUNS` runs in `paths`.
+
+    The document is updated every `PERIOD` ms.
+    """
 
     def fill(document: Any) -> None:
         from bokeh.models import Div

@@ -20,11 +20,11 @@ from jaxgpt.tracking.wandb import Wandb
 class Tracker(Protocol):
     """A destination for records. All methods run on process 0, in one thread.
 
-    If a method raises an error, it may be called again later with the same arguments.
+    If a method raises an error, the same call may be repeated later.
     """
 
     view: str
-    """The command, path or address that shows the curves; empty until `open` has returned."""
+    """Command, path or address that shows the curves. It may be empty before `open` returns."""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         """Start a new run, or continue after step `resume_step` and drop all later steps.
@@ -33,7 +33,7 @@ class Tracker(Protocol):
         """
 
     def log(self, record: Record) -> None:
-        """Write one record; `record.to_dict()` returns its `kind`, `step` and values."""
+        """Write one record. `record.to_dict()` has the keys `kind` and `step`, and all values."""
 
     def rewind(self, step: int) -> None:
         """Drop all steps after `step`, because the run will repeat them."""
@@ -67,7 +67,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run. If a tracker fails, this prints a warning and continues to call it."""
+    """All trackers of a run, for process 0.
+
+    If a tracker raises an error, a warning is printed, and later calls still reach the tracker.
+    """
 
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
         """Open metrics.jsonl, samples.txt, the trackers in train.trackers and the supervisor link.
@@ -89,7 +92,7 @@ class Trackers:
         self._all = {"metrics.jsonl": metrics, **self._all}
 
     def views(self) -> list[str]:
-        """Return the `view` of each tracker in train.trackers that has been opened."""
+        """Return the non-empty `view`s of the trackers in train.trackers. Call before `close`."""
         found = self._all.values()
         return [t.view for t in found if isinstance(t, BackgroundTracker) and t.view]
 

@@ -6,7 +6,7 @@ from typing import Any
 def names(run: Any) -> dict[str, str | None]:
     """Return the `project`, `name` and `group` of a run.
 
-    By default, the name is that of the run directory, and there is no group.
+    The default name is the name of the run directory, and the default group is None.
     """
     train = run.config.train
     return {
@@ -17,7 +17,7 @@ def names(run: Any) -> dict[str, str | None]:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a run as a flat dict, with names such as `model.n_layer`."""
+    """Return the settings of a run as a flat dict, with keys such as `out` and `model.n_layer`."""
     out: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         nested = value if isinstance(value, dict) else None

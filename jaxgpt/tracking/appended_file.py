@@ -1,4 +1,4 @@
-"""Files that a run appends lines to, even if the disk is temporarily full."""
+"""Text files that keep new lines in memory while the disk is full."""
 
 import io
 import re
@@ -11,11 +11,11 @@ from jaxgpt.config import in_words
 
 # Control characters other than tab and newline, Unicode line separators and bidirectional controls.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-LIMIT = 10_000  # maximum number of buffered lines; if there are more, the oldest are dropped
+LIMIT = 10_000  # maximum number of buffered lines; the oldest lines are dropped
 
 
 def printable(text: str) -> str:
-    """Return `text` with a replacement character for each control character in `CONTROLS`.
+    """Return `text` with U+FFFD in place of each character in `CONTROLS`.
 
     A carriage return before a newline is removed.
     """
@@ -23,14 +23,14 @@ def printable(text: str) -> str:
 
 
 class AppendedFile:
-    """A text file in which control characters are replaced (see `printable`).
+    """A text file that replaces control characters (see `printable`).
 
-    Lines that cannot be written stay in memory until the next write. Only the newest `LIMIT` lines
-    are kept. Several threads may write to it.
+    Lines that cannot be written stay in memory until the next write, but at most `LIMIT` lines.
+    Several threads may use the file at the same time.
     """
 
     def __init__(self, path: Path, keep: bool = True):
-        """Set the path; the first write opens the file, and truncates it unless `keep` is set."""
+        """Set the path. The first write opens the file, and truncates it if `keep` is False."""
         self._path, self._mode = path, "ab" if keep else "wb"
         self._file: io.FileIO | None = None
         self.waiting: deque[str] = deque(maxlen=LIMIT)
@@ -38,7 +38,7 @@ class AppendedFile:
         self._lock = threading.RLock()
 
     def write(self, *lines: str) -> None:
-        """Append lines, each ending with a newline; raise `OSError` if any cannot be written."""
+        """Append lines, which must end with a newline. Raises `OSError` if this fails."""
         with self._lock:
             self._write(map(printable, lines))
 
@@ -57,12 +57,12 @@ class AppendedFile:
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
 
     def close(self) -> None:
-        """Flush the buffered lines and close the file; raise `OSError` if this fails."""
+        """Write the buffered lines and close the file. Raises `OSError` if this fails."""
         self.write()
         self.reopen()
 
     def reopen(self) -> None:
-        """Close the file; the next write reopens the path, which may by then be a new file."""
+        """Close the file. The next write opens the path again, even if it is now another file."""
         with self._lock:
             file, self._file = self._file, None
             if file is not None:

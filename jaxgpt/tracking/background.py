@@ -1,4 +1,4 @@
-"""Trackers that cannot slow down a run, because each one runs in its own thread."""
+"""A separate thread for each tracker, so that trackers cannot slow down a run."""
 
 import itertools
 import queue
@@ -9,17 +9,17 @@ from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
-PAUSE = ANSWER / 2  # before a failed call is retried: `close` waits longer
-ATTEMPTS = 20  # attempts to log a record, over 100 s or longer if the calls are slow
+PAUSE = ANSWER / 2  # seconds between attempts; must be shorter than the wait in `close`
+ATTEMPTS = 20  # maximum attempts to log a record; they take at least 95 s
 
 
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
-    A failed call is retried every `PAUSE` seconds, and newer calls wait for it. A record is dropped
-    after `ATTEMPTS` failures. If the tracker's latest call failed, each method raises its error. If
-    the tracker is `LIMIT` records behind, `log` drops the record and raises `TimeoutError`. It also
-    drops goodput records between a rewind and the next training record.
+    A failed call is retried every `PAUSE` seconds, and newer calls wait in a queue. A record is
+    dropped after `ATTEMPTS` failures. While calls fail, each method raises the tracker's latest
+    error. If the tracker is `LIMIT` records behind, `log` drops the record and raises
+    `TimeoutError`. Goodput records between a rewind and the next training record are also dropped.
     """
 
     def __init__(self, tracker: Any):
@@ -33,7 +33,7 @@ class BackgroundTracker:
 
     @property
     def view(self) -> str:
-        """Return the `view` of the tracker, or "" if it has none."""
+        """Return the `view` of the tracker, or "" if the tracker has no view."""
         return getattr(self._tracker, "view", "")
 
     def open(self, run: Any, resume_step: int | None) -> None:
@@ -43,7 +43,7 @@ class BackgroundTracker:
         if record.kind == "train":
             self._has_rewound = False
         if record.kind == "goodput" and self._has_rewound:
-            return  # the rewind may have dropped its steps
+            return  # the rewind may have dropped the steps of this record
         if self._todo.qsize() >= LIMIT:
             raise TimeoutError(f"it is {LIMIT} records behind")
         self._put("log", record)
@@ -55,8 +55,9 @@ class BackgroundTracker:
     def close(self, seconds: float = ANSWER) -> None:
         """Write the remaining records, and wait for the thread to finish.
 
-        Each remaining call has only one more attempt. Raises `TimeoutError` if the thread has not
-        finished after `seconds`, and otherwise the error of the tracker's last call, if it failed.
+        A call that is being retried gets one more attempt, and each later call gets one attempt.
+        Raises `TimeoutError` if the thread has not finished after `seconds`, and the tracker's
+        error if its last call failed.
         """
         self._closing.set()
         self._todo.put(("close", ()))
@@ -91,6 +92,6 @@ class BackgroundTracker:
         try:
             getattr(self._tracker, method)(*arguments)
             self._error = None
-        except Exception as error:  # of any type: the next call raises it in the main thread
+        except Exception as error:  # the next call raises it in the main thread
             self._error = error
         return self._error is None

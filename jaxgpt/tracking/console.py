@@ -33,9 +33,9 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Number of columns of the terminal that shows the output; None if there is no terminal.
+        """Number of columns of the terminal that shows the output. None if there is no terminal.
 
-        If mpiexec on this host forwards the output, its terminal counts, too.
+        If mpiexec on this host forwards the output, this is the width of mpiexec's terminal.
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
@@ -51,8 +51,9 @@ class Console:
     def info(self, text: str, full: str = "") -> None:
         """Print `text` above the progress bar, and write it to the log file with the time.
 
-        If `full` is given, it replaces `text` in the log file. Raises `BrokenPipeError` if the
-        program that reads the output has exited. Other errors only cause a warning.
+        If `full` is given, it replaces `text` in the log file. If there is no log file, this does
+        nothing. Raises `BrokenPipeError` if the program that reads the output has exited. Any other
+        `OSError` only causes a warning.
         """
         if self._log is None:
             return
@@ -61,7 +62,7 @@ class Console:
             if self._prints:
                 self._print(wrap(printable(text), self.width))
         except BrokenPipeError:
-            raise  # the program that read the output has exited
+            raise
         except OSError as error:  # such as a full disk, which should not end the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             lines.append(f"warning: output to the console stopped: {in_words(error)}")
@@ -92,7 +93,10 @@ class Console:
             )
 
     def progress(self, step: int, left: str = "") -> None:
-        """Move the progress bar, if any, to a step; `left` is the remaining time as text."""
+        """Move the progress bar to `step`, and show the text `left` behind it.
+
+        Does nothing if there is no progress bar.
+        """
         if self._bar is not None:
             self._bar.set_postfix_str(left, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -113,8 +117,8 @@ class Console:
 def wrap(text: str, width: int | None) -> str:
     """Wrap lines that are longer than `width` columns.
 
-    Continuation lines are indented by two spaces, and long words are not broken. If `width` is
-    None, `text` is returned unchanged.
+    Continuation lines are indented by two spaces, long words are not broken, and tabs become
+    spaces. If `width` is None, `text` is returned unchanged.
     """
     if width is None:
         return text
@@ -135,7 +139,7 @@ def table_text(
     table = Table(*headings, title=title)
     for row in rows:
         table.add_row(*row)
-    # Do not use colours: their control characters would end up in train.log.
+    # Do not use colours, because they would add control characters to train.log.
     console = RichConsole(width=width, color_system=None)
     with console.capture() as captured:
         console.print(table)

@@ -12,10 +12,10 @@ Row = dict[str, Any]
 
 
 class Csv:
-    """Writes csv/<kind>.csv in the run directory, with a column for each number or string.
+    """Writes csv/<kind>.csv in the run directory, with a column for each field except lists.
 
-    The names of the columns are those in metrics.jsonl; nested names are joined by `/`. A missing
-    value is empty, and non-finite numbers are `nan`, `inf` and `-inf`.
+    Columns have the names of the fields in metrics.jsonl, and nested names are joined by `/`.
+    Missing values are empty, and non-finite numbers are `nan`, `inf` or `-inf`.
     """
 
     view = ""
@@ -36,12 +36,12 @@ class Csv:
             file, columns = self._files[kind]
             csv.DictWriter(file, columns).writerow(row)
             file.flush()
-        except OSError:  # the file may end mid-row, so the next record writes it again
+        except OSError:  # the last row may be truncated, so the next record rewrites the file
             self._files.pop(kind, None)
             raise
 
     def _start(self, kind: str, row: Row) -> None:
-        """Open the file for a kind of record, after adding missing columns of `row`."""
+        """Add missing columns of `row` to the file for a kind of record, and open the file."""
         if kind in self._files:
             self._files.pop(kind)[0].close()
         path = self._folder / f"{kind}.csv"
@@ -64,7 +64,10 @@ class Csv:
 
 
 def flatten(fields: Row, prefix: str = "") -> Row:
-    """Return all fields of a record except lists, with nested dicts flattened."""
+    """Return a record without lists and nested dicts.
+
+    The values of a nested dict get keys such as `seconds/step`. All keys begin with `prefix`.
+    """
     out: Row = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -75,7 +78,11 @@ def flatten(fields: Row, prefix: str = "") -> Row:
 
 
 def read_table(path: Path) -> tuple[list[str], list[Row]]:
-    """Return the columns and rows of a CSV file, without damaged rows; both are empty if absent."""
+    """Return the columns and rows of a CSV file, without damaged rows.
+
+    If the file does not exist, both lists are empty. Raises `OSError` if the file cannot be read,
+    and `KeyError` if it has rows but no column `step`.
+    """
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace")
@@ -85,7 +92,7 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
 
 
 def write_table(path: Path, columns: list[str], rows: list[Row]) -> None:
-    """Write a file atomically. Raises `UsageError` if it cannot be written."""
+    """Write a CSV file atomically. Raises `UsageError` if the file cannot be written."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""The curves of a run: a tag, such as `train/loss`, for each number in a record."""
+"""The curves of a run. Each number in a record has a tag, such as `train/loss`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ GROUPS = {
     "checkpoint": "goodput",
     "goodput": "goodput",
 }
-# Maps numbers (KIND/FIELD) to their tags, if these differ from GROUP/FIELD.
+# Tags that differ from GROUP/FIELD, by KIND/FIELD.
 TAGS = {
     "train/dt": "throughput/dt",
     "train/tokens_per_sec": "throughput/tokens_per_sec",
@@ -39,10 +39,10 @@ TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the value of each curve at the record's step, by tag; see `Record.to_dict`.
+    """Return the numbers in a record by tag, such as `train/loss`.
 
-    The seconds in a goodput record become fractions of their total. The result is empty for a
-    kind that is not in `GROUPS`.
+    `record` is the result of `Record.to_dict`. In a goodput record, seconds become fractions of
+    their total. The result is empty if the kind of the record is not in `GROUPS`.
     """
     kind = record["kind"]
     if kind not in GROUPS:

@@ -1,4 +1,4 @@
-"""Training lines, and the format of each metric in them."""
+"""Training lines, and the format of each metric."""
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ class Figure(NamedTuple):
 
     legend: str
     short: str = ""  # name on the console; by default, the name in the record
-    rank: int = 7  # if a line is too long, the metrics with the highest rank are dropped first
+    rank: int = 7  # metrics with the highest rank are dropped first if a line is too long
     show: Callable[[float], str] = "{:.4g}".format
 
 
@@ -23,13 +23,12 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Format a duration in seconds as `1:01:01`, or as `2 days, 1:01:01` if it is long."""
+    """Return a duration in seconds as text, such as `1:01:01` or `2 days, 1:01:01`."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 _COUNT, _SHARE, _LOSS = "{:,.0f}".format, "{:.1%}".format, "{:.4f}".format
-# Metrics that the host measures between steps. `STEP_METRICS` in train/step.py has the metrics that
-# the devices compute.
+# Metrics that the host measures. The devices compute the metrics in `STEP_METRICS` (train/step.py).
 HOST_FIGURES = {
     "dt": Figure("time per step, without compilation, evaluation and checkpoints", "", 1, _seconds),
     "tokens_per_sec": Figure("tokens per second, whole job", "tps", 2, _COUNT),
@@ -65,8 +64,8 @@ def train_line(
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
     Missing metrics and zero counts of skipped and non-finite steps are left out. If `width` is
-    given, the metrics with the highest rank are dropped until the line fits into `width` columns.
-    Metrics with a negative rank are never dropped.
+    given, the metrics with the highest ranks are dropped until the line fits into `width` columns.
+    The step and metrics with a negative rank are never dropped.
     """
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
@@ -87,10 +86,10 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return the lines of the legend of a run's training lines.
+    """Return the legend of the training lines, with one line for each metric and corpus.
 
-    `corpora` are the names of the run's corpora, if there are several. If `width` is given, only
-    metrics that usually fit into a line of `width` columns are included, and no corpora.
+    `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
+    given, the corpora and the metrics that usually do not fit into `width` columns are left out.
     """
     names = {name: figure.short or name for name, figure in figures.items()}
     if width:

@@ -1,7 +1,7 @@
 """metrics.jsonl and samples.txt.
 
-metrics.jsonl is the source of truth about a run. It has one JSON object per line, and no step
-appears in it twice.
+metrics.jsonl is the source of truth about a run. Each line is a JSON object, and no step appears
+twice.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ class JsonLines:
     """Writes metrics.jsonl. Non-finite numbers become null.
 
     A failed write raises `OSError`, and a failed rewind raises `UsageError` or `OSError`. The next
-    call retries it first.
+    call begins by retrying the failed operation.
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:
         """Open the file, and drop the steps that the run will repeat.
 
-        Records of `PERSISTENT_KINDS` are kept. If the file has other records but there is no
-        checkpoint to resume from, it is first copied to metrics.jsonl.old (or metrics.jsonl.old.2
-        and so on). Raises `UsageError` if the file cannot be written, and `OSError` if it exists
-        but cannot be read.
+        Records of `PERSISTENT_KINDS` are kept. If the file has other records and `resume_step` is
+        None, it is first copied to metrics.jsonl.old (or metrics.jsonl.old.2 and so on). Raises
+        `UsageError` if the file or the copy cannot be written, and `OSError` if the file exists but
+        cannot be read.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
@@ -111,7 +111,7 @@ def _sample_text(step: int, text: str) -> str:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a file atomically, so that after a crash it has either the old or the new content.
+    """Write a file atomically: after a crash, the file has either its old or its new content.
 
     Raises `UsageError` if the file cannot be written.
     """
@@ -123,7 +123,7 @@ def atomic_write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())  # otherwise, a power failure could leave an empty file
         os.replace(scratch, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # absent, or on a file system that is read-only now
+        with contextlib.suppress(OSError):  # missing, or the file system is now read-only
             scratch.unlink()
         remedy = "; make room" if error.errno in NO_ROOM else ""
         raise UsageError(
@@ -135,7 +135,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 def json_line(record: dict[str, Any]) -> str:
     """Return a record as a line of JSON that ends with a newline.
 
-    Non-finite numbers become null. If there are any, the line has `"nonfinite": true`.
+    Non-finite numbers become null. A line with non-finite numbers also has `"nonfinite": true`.
     """
     nonfinite: list[str] = []
     clean = json.loads(json.dumps(record), parse_constant=nonfinite.append)  # NaN, Infinity -> None
@@ -165,8 +165,8 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    Damaged lines and the `replaces` record are also dropped, and `record` is appended. Raises
-    `UsageError` if the file cannot be written, and `OSError` if it cannot be read.
+    Damaged lines and the `replaces` record are also dropped, and `record` is appended if given.
+    Raises `UsageError` if the file cannot be written, and `OSError` if it cannot be read.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))

@@ -8,15 +8,16 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A record of a run; each kind of record is a subclass."""
+    """Base class of the records of a run. Each kind of record is a subclass."""
 
     kind: ClassVar[str]
     step: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the kind and the fields, for JSON.
+        """Return the kind and the fields of the record as a JSON-serializable dict.
 
-        `values` is flattened, and optional fields that are None are left out.
+        The entries of `values` become entries of this dict. Optional fields that are None are left
+        out.
         """
         out: dict[str, Any] = {"kind": self.kind}
         for f in dataclasses.fields(self):
@@ -38,13 +39,13 @@ class TrainRecord(Record):
     skipped: bool = False
     skipped_range: tuple[int, int] | None = None  # first and last step of the skipped range
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
-    """For each corpus, its `tokens` so far and its mean `loss` since the last record. The loss is
-    None if it had no targets. The field is None if there is only one corpus."""
+    """For each corpus, the `tokens` so far and the mean `loss` since the last record. The loss is
+    None if the corpus had no targets. The field is None if there is only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRecord(Record):
-    """Values of each layer, by the layer's number, every train.layers_every steps."""
+    """Metrics of each layer, by the number of the layer, every train.layers_every steps."""
 
     kind = "layers"
     grad_norm: Mapping[str, float]  # of the gradient before clipping
@@ -76,8 +77,8 @@ class SpikeRecord(Record):
     """A step with a spike in the loss or gradient norm, or with a non-finite value.
 
     `loss` is in nats per token. `median` is the median of the last spike.window finite steps before
-    this step, and `limit` is the value above which a step is a spike. Both refer to the loss or
-    gradient norm, whichever is the cause, and are None if the cause is `nonfinite`.
+    this step, and `limit` is the value above which a step is a spike. Both are losses or gradient
+    norms, depending on `cause`, and are None if the cause is `nonfinite`.
     """
 
     kind = "spike"
@@ -105,7 +106,7 @@ class StartRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DamageRecord(Record):
-    """A quarantined checkpoint; `step` is the older checkpoint that the run continues from."""
+    """A quarantined checkpoint. The run continues after `step`, which is 0 for a fresh start."""
 
     kind = "damage"
     path: str
@@ -114,7 +115,7 @@ class DamageRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionRecord(Record):
-    """Devices with corrupted parameters; the run continues from `step`."""
+    """Devices with corrupted parameters. The run continues after `step`."""
 
     kind = "corruption"
     found: int  # step after which the devices were compared
@@ -123,7 +124,7 @@ class CorruptionRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(Record):
-    """A checkpoint that is now complete."""
+    """A complete checkpoint."""
 
     kind = "checkpoint"
     path: str
@@ -145,12 +146,12 @@ class GoodputRecord(Record):
     began: float  # Unix time at which the previous record ended, or `start`
     ended: float
     seconds: Mapping[str, float]  # seconds spent on each activity; they add up to `ended - began`
-    is_last: bool  # whether the run then ended: finished, or stopped with a checkpoint
+    is_last: bool  # whether the run then finished, or stopped with a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerRecord(Record):
-    """A process that slows down the others; see `train/reporting/stragglers.py`.
+    """A process that slows down the other processes; see `train/reporting/stragglers.py`.
 
     All times are in seconds per step.
     """
@@ -175,13 +176,13 @@ class CheckpointFailedRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupRecord(Record):
-    """Start-up times in seconds, and their spread across processes; see `perf/startup.py`."""
+    """Start-up times in seconds and their spread across processes; see `perf/startup.py`."""
 
     kind = "startup"
     values: Mapping[str, float]
 
 
-# Fields of the record kinds that are read back, in the format of `check_shape`.
+# Fields of each kind of record that is read from disk, in the format of `check_shape`.
 NUMBER = float | None
 ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}

@@ -17,7 +17,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.tracking.jsonl import METRICS, parse_records
 from jaxgpt.tracking.starts import STARTS
 
-RECENT = 120.0  # seconds; a run on another host counts as running if its files are newer than this
+RECENT = 120.0  # seconds; see `RunFiles.state`
 
 
 class RunFiles:
@@ -27,18 +27,18 @@ class RunFiles:
     n_damaged: int  # damaged lines of metrics.jsonl
 
     def __init__(self, directory: Path, name: str):
-        """Read the run, which is shown as `name`.
+        """Read the run's metrics.jsonl. Reports show the run as `name`.
 
-        Raises `UsageError` if its metrics.jsonl cannot be read. It may be missing, because a run
-        may fail before its first record.
+        Raises `UsageError` if the file cannot be read. A missing file is not an error, because a
+        run may fail before its first record.
         """
         self.directory, self.name = directory, name
-        self._inode, self._position = -1, 0  # of the part of metrics.jsonl that has been read
+        self._inode, self._position = -1, 0  # inode and size of the part that has been read
         self.records, self.n_damaged = defaultdict(list), 0
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the new lines of metrics.jsonl since the last call; return whether there were any.
+        """Read the new lines of metrics.jsonl. Return False if there are no new lines.
 
         If a restart has replaced the file, it is read from the start. Raises `UsageError` if the
         file cannot be read.
@@ -72,8 +72,8 @@ class RunFiles:
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of one field in the records of a kind: float64 (N,) each.
 
-        Records without the field are skipped. Null and non-finite values are NaN. For `rewind`,
-        these are the losses of the dropped steps, with a NaN after each rewind.
+        Records without the field are skipped. Null values and numbers above 1e300 become NaN. For
+        `rewind`, the result has the losses of the dropped steps, with a NaN after each rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -85,16 +85,25 @@ class RunFiles:
         return steps, values
 
     def tokens_at(self, steps: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Return the tokens consumed up to each step (float64), interpolated between records."""
+        """Return the number of tokens consumed up to each step: float64 (N,).
+
+        Values are interpolated between training records, and constant after the last record.
+        """
         return np.interp(steps, *self._tokens)
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Return the training and evaluation records, with the run's name but no nested values."""
+        """Return the training and evaluation records without nested lists and dicts.
+
+        The key `run` in each record has the name of the run.
+        """
         records = [{"run": self.name, **r} for k in ("train", "eval") for r in self.records[k]]
         return [{k: v for k, v in r.items() if not isinstance(v, list | dict)} for r in records]
 
     def settings(self) -> dict[str, str]:
-        """Return the settings in config.yaml as text, by `section.key`; empty if unreadable."""
+        """Return the settings in config.yaml as text, with keys such as `train.max_iters`.
+
+        The result is empty if the file is missing or damaged.
+        """
         out: dict[str, str] = {}
         try:
             found = yaml.safe_load(read_text(self.directory / "config.yaml"))
@@ -106,12 +115,17 @@ class RunFiles:
         return out
 
     def age(self) -> float:
-        """Return the seconds since the run last wrote to one of its logs."""
+        """Return the time in seconds since the run last wrote to one of its logs."""
         paths = [self.directory / name for name in (METRICS, STARTS, "train.log")]
         return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
 
     def state(self) -> str:
-        """Return whether the run is `running`, `done`, `stopped` (with a checkpoint) or `dead`."""
+        """Return the state of the run: `running`, `done`, `stopped` (with a checkpoint) or `dead`.
+
+        A locked run is `running`. The lock of a run on another host may be invisible, so a run on
+        another host is also `running` if it wrote to a log in the last `RECENT` seconds and has not
+        ended.
+        """
         lock, goodput = self.directory / ".lock", self.records["goodput"]
         if is_locked(lock):
             return "running"
@@ -122,7 +136,10 @@ class RunFiles:
         return "running" if not is_here and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
-        """Return this run's row of a table, by heading; unknown values are None."""
+        """Return the values of this run for a table, by heading.
+
+        Unknown values are None, but `step` is 0 if there are no records. `age` is a timedelta.
+        """
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
         steps = [records[-1]["step"] for records in (self.records["train"], evals) if records]
@@ -147,7 +164,7 @@ class RunFiles:
 
 
 def number(record: dict[str, Any], key: str) -> float:
-    """Return a number in a record, or NaN if it is missing, too large or not a number."""
+    """Return a number in a record, or NaN if the value is missing, not a number or above 1e300."""
     value = record.get(key)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
 
@@ -161,7 +178,7 @@ def read_text(path: Path) -> str:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
-    """Return the runs at the paths: run directories, or folders with runs at any depth.
+    """Return the runs in `paths`, which are run directories or folders with runs at any depth.
 
     Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be read.
     """
@@ -173,7 +190,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
             names[:] = {*names} - {run.name for run in runs}  # do not search inside runs
         if not inside:
             raise UsageError(
-                f"RUN={path}: is not a run directory, and contains none; give the --out of a run"
+                f"RUN={path}: is not a run directory or a folder of runs; give the --out of a run"
             )
         for run in sorted(inside):
             found[run] = run.absolute().name if run == path else str(run.relative_to(path))

@@ -1,7 +1,8 @@
 """starts.jsonl: every start of a run, even if it failed before the first step.
 
-The run directory is locked, so the lines of two starts are never interleaved. Each start appends a
-line of kind `start`, then up to one line of each other kind: `devices`, `first_step` and `end`.
+Each start appends a line of kind `start`, and later at most one line of kind `devices`, one of kind
+`first_step` and one of kind `end`. The run directory is locked, so two starts do not write at the
+same time.
 """
 
 import contextlib
@@ -29,9 +30,12 @@ SHAPES: dict[str, Any] = {
 
 
 def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
-    """Append a line to a run's starts.jsonl, ignoring `OSError`; `kind` is a key of `SHAPES`."""
+    """Append a line to the starts.jsonl of a run. `kind` is a key of `SHAPES`.
+
+    If the line cannot be written, this does nothing.
+    """
     line = json_line({"kind": kind, "time": time.time(), **facts})
-    # A full disk must not end the run.
+    # Errors such as a full disk must not end the run.
     with contextlib.suppress(OSError), (directory / STARTS).open("a") as file:
         file.write(line)
 
@@ -39,9 +43,9 @@ def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
 def read_starts(directory: Path) -> list[dict[str, Any]]:
     """Return the starts of a run, oldest first, each with the merged fields of its lines.
 
-    `time` is the Unix time at which the run directory was locked. A start also has a `first_step`
-    and an `end`, which are None if it never got that far. Damaged lines are ignored. If the file
-    is missing, the list is empty. Raises `OSError` if starts.jsonl cannot be read.
+    `time` is the Unix time at which the run directory was locked. `first_step` and `end` are None
+    if the start has no such line. Damaged lines are ignored. The list is empty if there is no
+    starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
     """
     starts: list[dict[str, Any]] = []
     path = directory / STARTS
@@ -64,12 +68,12 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
-    """Return a row for each start of a run, for a table; unknown values are None.
+    """Return a row of a table for each start of a run. Unknown values are None.
 
-    `name` is the run's name, and `state` is the result of `RunFiles.state`. `seconds` is the time
-    from the start of the job (`from` is "job") to the end of the first step. If the start of the
-    job is unknown, it is the time since the process started (`from` is "process"). Raises `OSError`
-    if starts.jsonl cannot be read.
+    `name` is the name of the run, and `state` is the result of `RunFiles.state`. In each row,
+    `seconds` is the time from the start of the job to the end of the first step, and `from` is
+    "job". If the start of the job is unknown, `seconds` begins at the start of the process, and
+    `from` is "process". Raises `OSError` if starts.jsonl cannot be read.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

@@ -13,10 +13,10 @@ from jaxgpt.tracking.records import Record
 class SupervisorLink:
     """Sends a JSON line for each training record, complete checkpoint and rewind.
 
-    It also sends a line when it opens and when it closes. The keys are `job`, `run` (the run
+    `open` and `close` also send a line. The keys are `job`, `run` (absolute path of the run
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
-    the newest checkpoint, or 0), `step` and `ending`. The connection stays open while process 0
-    runs. Methods raise `OSError` if a line cannot be sent.
+    the newest checkpoint, or 0), `step` and `ending` (true only in the line from `close`). The
+    connection stays open while process 0 runs. Methods raise `OSError` if a line cannot be sent.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class SupervisorLink:
         self._send(step)
 
     def log(self, record: Record) -> None:
-        if record.kind == "checkpoint":  # now complete, while training may be at a later step
+        if record.kind == "checkpoint":  # training may already be at a later step
             self._facts["saved"] = record.step
             self._send(self._step)
         elif record.kind == "train":

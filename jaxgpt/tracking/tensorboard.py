@@ -1,7 +1,7 @@
 """TensorBoard event files: curves, samples and spikes as text, start-up times and settings.
 
-tensorboardX's SummaryWriter keeps all scalars in memory, and hangs after a full disk. Its
-EventsWriter, which this module uses, has neither problem.
+This module uses tensorboardX's EventsWriter, because tensorboardX's SummaryWriter keeps all scalars
+in memory, and hangs after the disk has been full.
 """
 
 import os
@@ -32,13 +32,13 @@ class TensorBoard:
         self.view = f"tensorboard --logdir {self._directory}"
 
     def _open(self) -> None:
-        """Start a new file. The first record does this, because importing tensorboardX is slow."""
+        """Start a new file. The first record does this, because the import is slow."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names: the time in seconds, the host, and
-        # this number.
+        # TensorBoard reads files in the order of their names, which consist of the time in seconds,
+        # the host and this number.
         n_files = len(list(self._directory.iterdir()))
         writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{n_files:06d}")
         self._writer = writer
@@ -65,7 +65,7 @@ class TensorBoard:
             self._write(0, summary=summary)
 
     def log(self, record: Record) -> None:
-        self._step = max(self._step, record.step)  # a checkpoint's record may be late
+        self._step = max(self._step, record.step)  # checkpoint records may be late
         todo = [record]
         try:
             if self._writer is None:
@@ -73,7 +73,7 @@ class TensorBoard:
                 todo = [*self._unflushed, record]
             for each in todo:
                 self._log(each)
-        except OSError:  # the file may end mid-event, so the next call starts a new one
+        except OSError:  # the last event may be truncated, so the next record starts a new file
             lost = [r.step for r in (*self._unflushed, record) if r.kind == "train"]
             self._writer, self._resume_step = None, lost[0] - 1 if lost else self._step
             raise
@@ -111,7 +111,7 @@ class TensorBoard:
         self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def rewind(self, step: int) -> None:
-        """Close the file; the next record starts a new one, which hides the steps after `step`."""
+        """Close the file. The next record starts a file that hides all steps after `step`."""
         self._resume_step = self._step = step
         self.close()
 
@@ -123,7 +123,7 @@ class TensorBoard:
 
 
 def startup_table(values: Mapping[str, float]) -> str:
-    """Return the values of a `StartupRecord` as a Markdown table with a row for each phase."""
+    """Return a Markdown table of the `values` of a `StartupRecord`, with a row for each phase."""
     columns = ("min", "mean", "max", "slowest_rank")
     lines = ["| seconds | min | mean | max | slowest rank |", "|---|---|---|---|---|"]
     for phase in (name.removesuffix("_max") for name in values if name.endswith("_max")):

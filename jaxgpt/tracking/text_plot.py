@@ -3,16 +3,16 @@
 import numpy as np
 
 HEIGHT = 8  # lines of a plot
-DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # of a braille character
+DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # bits of braille dots
 BLANK, MARGIN = 0x2800, 11  # MARGIN: columns for the limits of the y-axis
 
 
 def plot_text(steps: np.ndarray, values: np.ndarray, width: int, axis: str = "step") -> list[str]:
-    """Return the lines of a plot, with the limits of both axes.
+    """Return the lines of a plot, including the limits of both axes.
 
-    The plot is at most `width` columns wide, but at least 31. `steps` (N,) is increasing, and
-    `values` (N,) has at least one finite value. Non-finite values are left out. `axis` is the
-    name of the x-axis. Each character has 2 x 4 dots.
+    The plot is `width` columns wide, but at least 31. `steps` (N,) must be increasing, and `values`
+    (N,) must have a finite value. Non-finite values are not drawn. `axis` is the name of the
+    x-axis. A character has 2 x 4 dots.
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)

@@ -1,7 +1,7 @@
 """trackio: a database on this machine, which works without a network.
 
-`trackio.Run` drops records that it cannot write, and prints to the console. `SQLiteStorage`, which
-this module uses, does neither.
+This module uses `SQLiteStorage`, because `trackio.Run` drops records that cannot be written, and
+prints to the console.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ WRITE_SECONDS = 2.0  # interval between writes; each takes a few milliseconds of
 class Trackio:
     """Writes a run to the project's trackio database.
 
-    The database is in TRACKIO_DIR, by default ~/.cache/huggingface/trackio.
+    The database is in TRACKIO_DIR. The default is ~/.cache/huggingface/trackio.
     """
 
     extra = "trackio"  # required package, and the jaxgpt extra of the same name
@@ -39,7 +39,7 @@ class Trackio:
 
     def log(self, record: Record) -> None:
         if record.kind == "checkpoint" or time.monotonic() > self._written + WRITE_SECONDS:
-            self._write()  # a killed run resumes from the checkpoint
+            self._write()  # if the run is killed, it resumes from this checkpoint
         values = curves(record.to_dict())
         if values:
             self._waiting.append((record.step, values))
