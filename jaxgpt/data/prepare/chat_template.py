@@ -1,8 +1,8 @@
 """Convert conversations to text with a Hugging Face chat template in a sandbox.
 
 A template is a Jinja program that comes with a tokenizer, so it is untrusted code. Like
-transformers, jaxgpt renders it in an `ImmutableSandboxedEnvironment`: the template sees strings and
-lists, cannot change them, and has no access to files or Python internals.
+transformers, jaxgpt renders it in an `ImmutableSandboxedEnvironment`. The template cannot change
+its inputs and has no access to files or Python internals.
 """
 
 import json
@@ -50,14 +50,14 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except UsageError:
             raise
-        except Exception as error:  # compiling untrusted code can raise anything
+        except Exception as error:  # untrusted code can raise any exception
             raise UsageError(f"{name}: is not a valid chat template ({in_words(error)})") from None
 
     def render(self, messages: Sequence[dict[str, str]]) -> Rendered:
-        """Render a list of messages, each with a `role` and a `content`.
+        """Render a list of messages, each with the strings `role` and `content`.
 
-        Answers are the template's {% generation %} blocks. Without such blocks, each answer is
-        located by rendering the conversation up to its start and up to its end.
+        The answers are the template's {% generation %} blocks. If the template has no such block,
+        each answer is located by rendering the conversation up to its start and up to its end.
 
         Raises:
             ValueError: if the template rejects the conversation, or the answers cannot be found.
@@ -90,7 +90,7 @@ class ChatTemplate:
         variables = {"add_generation_prompt": False, "tools": None, "documents": None} | variables
         try:
             return self._template.render(messages=messages, **variables, **self._special_tokens)
-        except Exception as error:  # untrusted code can raise anything
+        except Exception as error:  # untrusted code can raise any exception
             raise ValueError(
                 f"the chat template of {self._name} rejects the conversation ({in_words(error)}); "
                 "change the line or the template"
@@ -98,17 +98,21 @@ class ChatTemplate:
 
 
 def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
-    """Return the paths of tokenizer_config.json and the template. The files need not exist."""
+    """Return the paths of tokenizer_config.json and the template.
+
+    The template is `given` or, by default, chat_template.jinja. The files need not exist.
+    """
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     return folder / "tokenizer_config.json", given or folder / FILE
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
-    """Return the template in the file `given`, else the tokenizer's template, else None.
+    """Return the template in the file `given` or, by default, the tokenizer's own template.
 
-    The tokenizer's template is in chat_template.jinja next to tokenizer.json, or in the
+    The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the
     `chat_template` field of tokenizer_config.json. If that field has several templates, the
-    `default` template is used. `tokenizer` is `char`, `byte`, or the path of a file or folder.
+    template named `default` is used. Returns None if no template is found. `tokenizer` is the path
+    of a file or folder, or it is `char` or `byte`, which have no template.
 
     Raises:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2
@@ -141,7 +145,7 @@ def _content(token: Any) -> Any:
 
 
 def _unmarked(marked: str) -> Rendered:
-    """Remove the markers of {% generation %} blocks. Return the text and its answers."""
+    """Remove the markers of {% generation %} blocks, and return the text and its answers."""
     text, answers = "", []
     for part in marked.split(_BEGIN):
         answer, mark, rest = part.partition(_END)
@@ -155,7 +159,7 @@ def _environment():
     """Return a Jinja environment like the one in transformers, but without `strftime_now`.
 
     Without `strftime_now`, templates use their default date, so the output does not depend on the
-    current date.
+    current date. Raises `UsageError` if jinja2 is missing or too old.
     """
     try:
         import jinja2
@@ -175,7 +179,7 @@ def _environment():
         )
 
     class Generation(jinja2.ext.Extension):
-        """The block {% generation %} ... {% endgeneration %} around an assistant message."""
+        """The {% generation %} block, which encloses an assistant message."""
 
         tags = {"generation"}
 

@@ -21,13 +21,13 @@ from jaxgpt.data.source import SPLITS, read_meta
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 TEXT_SHARE, DOCUMENT_SHARE = 0.1, 0.01  # default validation shares of text and of documents
-FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE selects fewer than about ten
+FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE would select fewer than about ten
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Input files, and how to divide them into splits."""
+    """Input files and the settings for dividing them into splits."""
 
     files: list[Path]
     lines: LineFormat  # the format of JSON lines and Parquet rows
@@ -42,10 +42,10 @@ class Corpus:
     def divided(self, pool: Executor | None) -> list[InputFile]:
         """Return the input files, each with the rule for dividing it into splits.
 
-        If `split` is set, no file is divided. Otherwise, if all files are text, they are divided at
-        one position in their concatenated text, and `pool` counts the characters. In all other
-        cases, a hash of each document's text selects its split. Raises `UsageError` if a text file
-        cannot be read.
+        If `split` is set, no file is divided. Otherwise, if all files are text, their concatenated
+        text is divided at one character, and the characters are counted in parallel by `pool`, if
+        given. In all other cases, a hash of each document's text selects the document's split.
+        Raises `UsageError` if characters are counted and a file is unreadable or not UTF-8.
         """
         if self.split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -75,7 +75,7 @@ class _Division(NamedTuple):
     """Rule for forming the splits of a dataset from the splits of its parts."""
 
     joined: dict[str, tuple[str, ...]]  # split -> splits of the parts to concatenate
-    cut: float | None  # fraction of "train" to move to "val"
+    cut: float | None  # fraction of "train" to move to "val", or None
     description: str
 
 
@@ -86,15 +86,17 @@ def write_nanogpt(
     source: str,
     pool: Executor | None = None,
 ) -> Prepared:
-    """Write SPLIT.bin and meta.json, with the end-of-text token, if any, between documents.
+    """Write SPLIT.bin, meta.json and the tokenizer's file to `directory`.
 
-    Documents with answers also get a loss mask. If `tokenizer` is None, each distinct character
-    becomes a token. `source` describes the origin of the text. `pool` tokenizes files in parallel
-    and does not affect the result.
+    The tokenizer's end-of-text token, if it has one, separates documents. If the documents have
+    answers, each split also gets a loss mask, SPLIT.mask.bin. If `tokenizer` is None, each distinct
+    character becomes a token. `source` describes the origin of the text. `pool` tokenizes files in
+    parallel and does not affect the result.
 
     Raises:
-        UsageError: if the input cannot be read or encoded, is a pipe that would be read twice, or
-            has too few tokens, or if only some files have answers.
+        UsageError: if the input cannot be read or encoded, or is a pipe that would be read twice;
+            if a split would have fewer than two tokens, or the vocabulary fewer than two entries;
+            if only some documents have answers; or if a chat template is missing or invalid.
         OSError: if `directory` cannot be written.
     """
     pipe = next((path for path in corpus.files if not path.is_file()), None)
@@ -124,7 +126,7 @@ def write_nanogpt(
             tokens["train"] = int(whole * (1 - division.cut))
             tokens["val"] = whole - tokens["train"]
         if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
-            shutil.rmtree(folder)  # useless, because the input or the split has to change
+            shutil.rmtree(folder)  # a new attempt needs other input or another split
             raise UsageError(
                 f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
                 f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"
@@ -149,7 +151,7 @@ def write_nanogpt(
 def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
     """Return the rule for forming the splits of a dataset from its parts.
 
-    The parts must have been written from the files in `Corpus.divided`.
+    `parts` must contain the tokens of the files that `Corpus.divided` returned.
     """
     if corpus.split is not None:
         rest = "; runs validate on its end (data.val_share)" if corpus.split == "train" else ""
@@ -179,7 +181,10 @@ def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
 
 
 def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
-    """Return whether the last document in the given splits of all parts is complete."""
+    """Return whether the given splits of all parts end with a complete document.
+
+    Returns False if they have no tokens.
+    """
     ends = [part.ends[split] for part in parts for split in splits if split in part.ends]
     return bool(ends and ends[-1])
 
@@ -195,11 +200,15 @@ def _move_tail(path: Path, tail: Path, start: int) -> None:
 def write_megatron(
     corpus: Corpus, prefix: Path, tokenizer: Tokenizer, pool: Executor | None = None
 ) -> Prepared:
-    """Write PREFIX.bin and PREFIX.idx, with the end-of-text token, if any, after each document.
+    """Write all text to PREFIX.bin and PREFIX.idx, without dividing it into splits.
+
+    Each document ends with the tokenizer's end-of-text token, if it has one. Token IDs are uint16
+    if the vocabulary has fewer than 65,500 entries, and int32 otherwise. `pool` tokenizes files in
+    parallel and does not affect the result.
 
     Raises:
         UsageError: if the input cannot be read or encoded, is empty or needs a loss mask, or if a
-            document is too long for the format.
+            document has more than 2^31 - 1 tokens.
         OSError: if the files cannot be written.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
@@ -220,6 +229,6 @@ def write_megatron(
             join(parts, ["train"], ".bin", scratch / f"{prefix.name}.bin")
             lengths = [np.fromfile(part.folder / "lengths.bin", "<i8") for part in parts]
             write_index(scratch / f"{prefix.name}.idx", dtype, np.concatenate(lengths))
-            Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not fit new tokens
+            Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not match the tokens
     documents = sum(part.documents for part in parts)
     return Prepared(tokenizer, tokens, {}, documents, "")

@@ -14,25 +14,29 @@ from jaxgpt.config import UsageError, in_words
 TEXT = (".txt", ".text", ".md")
 JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
-_BLOCK = 1 << 16  # number of bytes of a text file to read, and usually encode, at a time
+_BLOCK = 1 << 16  # number of bytes of a text file to read at a time
 
 Advance = Callable[[int], object]  # called with the number of bytes read
 
 
 def kind(path: Path) -> tuple[str, ...]:
-    """Return a file's kind, a tuple of suffixes: `JSON`, `PARQUET` or, for any other, `TEXT`."""
+    """Return `JSON` or `PARQUET` if the file has such a suffix, and `TEXT` otherwise.
+
+    The suffix .gz is ignored.
+    """
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     return next((found for found in (JSON, PARQUET) if suffix in found), TEXT)
 
 
 def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the input files and the suitable files in input folders.
+    """Return the input files, and all files with a suitable suffix in the input folders.
 
-    Hidden files and folders are skipped.
+    Input folders are searched recursively, except for hidden files and subfolders. The files of a
+    folder are sorted by path.
 
     Raises:
-        UsageError: if a path does not exist, a folder has no suitable files, or a file is
-            compressed with zstd.
+        UsageError: if a path does not exist, a folder has no suitable files, or the name of a
+            file ends in .zst.
     """
     files = []
     for path in inputs:
@@ -69,7 +73,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _belongs(path: Path) -> bool:
-    """Return whether a file in an input folder is part of the corpus."""
+    """Return whether a file in an input folder has a suitable suffix or the suffix .zst."""
     name = path.name.lower()
     # An uncompressed .json file is more likely to hold metadata than lines of documents.
     return name.removesuffix(".gz").endswith((*TEXT, *JSON[:2], *PARQUET, ".zst")) or (
@@ -78,7 +82,7 @@ def _belongs(path: Path) -> bool:
 
 
 class _CountingFile(io.FileIO):
-    """A file that reports how many bytes each read returns."""
+    """A file that reports the number of bytes that it reads."""
 
     def __init__(self, path: Path, advance: Advance):
         super().__init__(path)
@@ -92,7 +96,7 @@ class _CountingFile(io.FileIO):
 
 @contextlib.contextmanager
 def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
-    """Open a file for reading, and decompress it if its name ends in .gz.
+    """Open a file for reading bytes, and decompress it if its name ends in .gz.
 
     `advance` is called with the number of bytes read from the file, before decompression. Raises
     `UsageError` if the file cannot be opened, or if reading it inside the `with` block fails.
@@ -109,9 +113,10 @@ def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
 
 
 def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]:
-    """Yield the text of a file in blocks, without splitting a character.
+    """Yield the text of a file in blocks of at most 64 KiB.
 
-    Raises `UsageError` if the file cannot be read or is not UTF-8.
+    `advance` is called with the number of bytes read from the file. Raises `UsageError` if the file
+    cannot be read or is not UTF-8.
     """
     decoder, start, block = codecs.getincrementaldecoder("utf-8")(), 0, b"."
     with open_file(path, advance) as stream:
@@ -129,9 +134,10 @@ def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]
 
 
 def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) for each nonblank line of a file. Numbers start at 1.
+    """Yield (number, line) for each nonblank line of a file.
 
-    Raises `UsageError` if the file cannot be read.
+    Line numbers start at 1 and count blank lines. `advance` is called with the number of bytes read
+    from the file. Raises `UsageError` if the file cannot be read.
     """
     with open_file(path, advance) as stream:
         for number, line in enumerate(stream, 1):
@@ -142,13 +148,14 @@ def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
 def read_rows(
     path: Path, columns: Iterable[str], advance: Advance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, values by column) for each row of a Parquet file. Numbers start at 1.
+    """Yield (number, row) for each row of a Parquet file.
 
-    Only `columns` are read, and missing columns are skipped.
+    Row numbers start at 1. A row maps the names of columns to values. Only those of the `columns`
+    that the file contains are read. `advance` is called with the number of bytes read.
 
     Raises:
-        UsageError: if pyarrow is not installed, if the file cannot be read, or if it has none of
-            the columns.
+        UsageError: if pyarrow is not installed, if the file cannot be read or its name ends in .gz,
+            or if all of the columns are missing.
     """
     try:
         import pyarrow
@@ -184,6 +191,6 @@ def read_rows(
 def count_characters(path: Path) -> int:
     """Return the number of characters in a text file.
 
-    Raises whatever `read_text` raises.
+    Raises `UsageError` if the file cannot be read or is not UTF-8.
     """
     return sum(map(len, read_text(path)))

@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class LineFormat(NamedTuple):
-    """The user's settings for JSON lines."""
+    """The user's settings for reading JSON lines and Parquet rows."""
 
     key: str | None  # KEY or PROMPT,COMPLETION; if None, the first line selects one of `KINDS`
     tokenizer: str  # as given by the user
@@ -51,12 +51,12 @@ class LineReader:
         return self._keys or tuple(key for keys in KINDS for key in keys)
 
     def read(self, line: bytes, where: str) -> LineDocument:
-        """Return the document in a line. `where` is its location, for error messages.
+        """Return the document in a line. `where` is the line's location, for error messages.
 
         Raises:
-            UsageError: if the line is not a valid document, if its kind differs from the previous
-                lines, if the chat template is missing, invalid or not needed, or if jinja2 is
-                missing or too old.
+            UsageError: if the line is not a valid document, matches several kinds, or is of a
+                different kind from the previous lines; if the chat template is missing, invalid or
+                not needed, or rejects the conversation; or if jinja2 is missing or too old.
         """
         try:
             value = json.loads(line)
@@ -68,7 +68,10 @@ class LineReader:
         return self.read_value(value, where)
 
     def read_value(self, value: Any, where: str) -> LineDocument:
-        """Return the document in a parsed line or row, like `read`."""
+        """Return the document in a parsed line or row.
+
+        Raises the same errors as `read`.
+        """
         try:
             fields = self._fields(value, where)
             if self._has_messages:
@@ -97,7 +100,11 @@ class LineReader:
         return UsageError(f"{where} must be a JSON object with UTF-8 text under {keys}, {what}")
 
     def _fields(self, value: Any, where: str) -> list[Any]:
-        """Return the fields that hold the text. By default, the first line selects the keys."""
+        """Return the values of the keys that hold the text.
+
+        If the user has not set the keys, the first line selects them. Raises `TypeError`,
+        `KeyError` or `UsageError` if the line is invalid.
+        """
         if not isinstance(value, dict):
             raise TypeError
         if self._keys is None:
