@@ -1,7 +1,7 @@
-"""The parts of a dataset: the tokens of one large input file, or of several small ones.
+"""Parts of a dataset. A part holds the tokens of one large input file or several small files.
 
-Processes write different parts in parallel. A part appears on disk only when it is complete. If a
-command is killed, running it again reuses the completed parts.
+Processes write different parts in parallel. The folder of a part appears only when the part is
+complete. If a command is killed, running the command again reuses the completed parts.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from jaxgpt.data.tokenizers import Tokenizer
 _UNFINISHED = "unfinished-"
 _FACTS = "part.json"  # the fields of `Part` after `folder`
 _VERSION = 1  # format version of the parts
-_PART = 1 << 26  # approximate number of bytes of small files per part
+_PART = 1 << 26  # maximum total size of several files in one part, in bytes
 
 
 class Part(NamedTuple):
@@ -83,9 +83,10 @@ def write_parts(
     folder: Path,
     pool: Executor | None,
 ) -> list[Part]:
-    """Tokenize the files that are not in a part yet. Return all parts in the order of the files.
+    """Tokenize the files that are not in a part yet, and return all parts in order of the files.
 
-    This process and the pool write parts in parallel. A progress bar is shown on standard error.
+    This process and the pool write parts in parallel. Longer work shows a progress bar on standard
+    error.
 
     Args:
         files: at least one file.
@@ -94,8 +95,8 @@ def write_parts(
         pool: the other processes, or None if there are none.
 
     Raises:
-        UsageError: if a file cannot be read or encoded, or only some files have answers.
-        OSError: if a part cannot be written.
+        UsageError: if a file cannot be read or encoded, or only some documents have answers.
+        OSError: if an input file does not exist, or a part cannot be written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -141,7 +142,7 @@ def write_parts(
 
 
 def _groups(files: Sequence[InputFile]) -> Iterator[list[InputFile]]:
-    """Yield consecutive files that share a part: one large file, or several small ones."""
+    """Yield groups of consecutive files. Each group becomes one part."""
     group: list[InputFile] = []
     total = 0
     for file in files:
@@ -245,8 +246,8 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
 def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -> None:
     """Concatenate the SPLIT + `suffix` files of all parts, in order, into the file `out`.
 
-    Within a part, files are in the order of `splits`. Raises `OSError` if a file cannot be read or
-    written.
+    Within a part, files are in the order of `splits`, and missing files are skipped. Raises
+    `OSError` if a file cannot be read or written.
     """
     with open(out, "wb") as target:
         for part in parts:

@@ -1,4 +1,4 @@
-"""MPI processes as workers that tokenize files."""
+"""Pool of MPI processes that tokenize files."""
 
 import contextlib
 import os
@@ -18,19 +18,20 @@ class Workers(NamedTuple):
     """The role of a process in the job."""
 
     is_main: bool
-    pool: Executor | None  # in process 0: the other processes, if there are any
+    pool: Executor | None  # the other processes, in process 0; None in a worker or alone
 
 
 @contextlib.contextmanager
 def job_workers(threads: int | None) -> Iterator[Workers]:
-    """Connect the processes of a job: process 0 gets a pool, and the others are its workers.
+    """Connect the processes of a job, so that process 0 can use all other processes as a pool.
 
-    The workers enter the block after process 0 has left it. If there are several processes, an
-    exception in the block terminates the job at once. Tokenizers use `threads` threads per process;
-    by default, the processes on a host share its CPUs evenly.
+    The other processes enter the block after process 0 has left it. If there are several processes,
+    an exception in the block terminates the job at once. Each process uses `threads` threads to
+    tokenize text. By default, the CPUs of a host are divided evenly among its processes.
 
     Raises:
-        UsageError: if several processes were started without MPI, or if MPI cannot be used.
+        UsageError: if several processes were started without MPI, if MPI cannot be used, or if the
+            launcher's environment variables are invalid.
     """
     launch = find_launch(os.environ)
     if launch.through == "tcp":

@@ -21,7 +21,7 @@ _LARGEST = 1 << 26  # approximate maximum number of characters without a split p
 
 
 class TextChunk(NamedTuple):
-    """Text that can be encoded independently of the text around it."""
+    """Text that can be encoded independently of the surrounding text."""
 
     split: str
     text: str
@@ -39,22 +39,25 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the corpus. A text file is one document; other files have one per line or row."""
+    """A file of the corpus.
+
+    A text file is one document. Every line or row of other files is a document.
+    """
 
     path: Path
     lines: LineFormat  # the format of JSON lines and rows
     val_share: float = 0.0  # probability that a document is selected for validation
-    n_train: int | None = None  # number of characters for training, if a text file is divided
+    n_train: int | None = None  # number of training characters; None if not divided
 
     def chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
-        """Yield the text of the file in order, calling `advance` with the number of bytes read.
+        """Yield the text of the file in order, except for empty documents.
 
-        Empty documents are skipped.
+        `advance` is called with the number of bytes read from the file.
 
         Raises:
             UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, if a
-                long document cannot be split without changing its tokens, or if a chat template or
-                a required package is missing or invalid.
+                long text file cannot be split without changing its tokens, if a chat template is
+                missing or invalid, or if a required package is missing or too old.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)
@@ -110,7 +113,8 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file.
 
-    Raises whatever `InputFile.chunks` raises.
+    Raises `UsageError` if the file cannot be read, is invalid, or lacks a required package or chat
+    template.
     """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):
@@ -121,14 +125,15 @@ def characters_of(file: InputFile) -> set[str]:
 def encode_files(
     files: Iterable[InputFile], tokenizer: Tokenizer, advance: Advance
 ) -> Iterator[Encoded]:
-    """Yield the tokens of files, with the end-of-text token, if any, after each document.
+    """Yield the tokens of files in order.
 
-    The end-of-text token counts toward the loss if it follows an answer. If a document with answers
-    already ends with this token, it does not get a second one.
+    If the tokenizer has an end-of-text token, it is added after each document, except for a
+    document with answers that already ends with this token. In a document with answers, the
+    end-of-text token counts toward the loss only if it follows an answer.
 
     Raises:
-        UsageError: if a file cannot be read or encoded, or if a document with answers contains
-            the end-of-text token before its end.
+        UsageError: if a file cannot be read or encoded, or if a document with answers contains the
+            end-of-text token before its end. Also raises the errors of `InputFile.chunks`.
     """
     chunks = itertools.chain.from_iterable(file.chunks(tokenizer, advance) for file in files)
     for has_answers, same in itertools.groupby(chunks, _has_answers):
@@ -173,7 +178,7 @@ def _with_end(encoded: Encoded, end_of_text: int | None) -> Encoded:
 
 
 def _take_batch(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
-    """Yield the next chunks until they have at least _BATCH characters in total."""
+    """Yield the next chunks, up to the first that brings the total to _BATCH characters."""
     size = 0
     while size < _BATCH and (chunk := next(chunks, None)):
         yield chunk

@@ -50,10 +50,14 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
     """Yield a temporary folder for the files SPLIT.bin, which the caller writes.
 
-    Their dtype is `token_dtype(tokenizer.vocab_size)`. Each may have a loss mask at its
-    `mask_path`. When the block ends, meta.json and the tokenizer's files are added, all files are
-    moved to `directory`, and any other old splits and masks are deleted. `source` describes the
-    origin of the text. Raises `OSError` if `directory` cannot be written.
+    The files have the dtype `token_dtype(tokenizer.vocab_size)`. A split may have a loss mask
+    (uint8) at its `mask_path`. When the block ends, meta.json and the tokenizer's file are added,
+    all files are moved to `directory`, and old splits and masks that were not replaced are deleted.
+    `source` describes the origin of the text.
+
+    Raises:
+        OSError: if `directory` cannot be written.
+        UsageError: if a mask is too short or holds a byte other than 0 or 1.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -93,9 +97,10 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 def write_dataset(
     directory: Path, tokens: Mapping[str, np.ndarray], tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a dataset from arrays of token IDs, shape (tokens,), one for each of `SPLITS`.
+    """Write a dataset in nanoGPT's format.
 
-    `source` describes the origin of the text. Raises `OSError` if `directory` cannot be written.
+    `tokens` maps each of `SPLITS` to its token IDs, shape (tokens,). `source` describes the origin
+    of the text. Raises `OSError` if `directory` cannot be written.
     """
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
@@ -109,10 +114,14 @@ def megatron_writer(
 ) -> Iterator[Callable[[np.ndarray, bool], None]]:
     """Yield a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
 
-    The function takes token IDs and, optionally, `ends=False` if the document continues. It raises
-    `UsageError` if a token ID does not fit into `dtype`, which must be one of `CODES`. Both files
-    appear when the block ends. The last document must be complete. Raises `OSError` if a file
-    cannot be written, and `UsageError` like `write_index`.
+    The function takes token IDs, shape (tokens,), and `ends=False` if the document continues in the
+    next call. Both files appear when the block ends. The last document must be complete. `dtype`
+    must be one of `CODES`.
+
+    Raises:
+        UsageError: if a token ID does not fit into `dtype`, or a document has more than 2^31 - 1
+            tokens.
+        OSError: if a file cannot be written.
 
     >>> with megatron_writer("corpus", np.uint16) as add:
     ...     add([5, 6, 7])  # a document
@@ -120,7 +129,7 @@ def megatron_writer(
     ...     add([10])
     """
     prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
-    lengths, unfinished = array("q"), 0  # number of tokens per document, and in the unfinished one
+    lengths, unfinished = array("q"), 0  # document lengths in tokens
 
     with scratch_folder(prefix.parent) as scratch:
         with open(scratch / f"{prefix.name}.bin", "wb") as file:
@@ -139,7 +148,7 @@ def megatron_writer(
             yield add
         assert not unfinished, "the last document has not ended"
         write_index(scratch / f"{prefix.name}.idx", dtype, np.array(lengths, np.int64))
-        Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not fit new tokens
+        Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not match the new tokens
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
@@ -151,7 +160,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
         lengths: number of tokens in each document, int64 of shape (documents,).
 
     Raises:
-        UsageError: if a document has more tokens than the format allows.
+        UsageError: if a document has more than 2^31 - 1 tokens.
         OSError: if the file cannot be written.
     """
     if lengths.max(initial=0) > _LONGEST:
