@@ -127,18 +127,17 @@ def _look_up(
 def row_text(run: Path, step: int, row: int) -> str:
     """Return the origin and text of one training row, or the reason why it cannot be read.
 
-    If the data has no tokenizer, token IDs replace the text. Raises `UsageError` if the tokenizer
-    needs a package that is not installed.
+    If the data has no tokenizer, token IDs replace the text.
     """
     if step < 1:  # the record is damaged
         return f"row {row} cannot be read: there is no step {step}"
     try:
         config = config_from_file(run / "config.yaml")
         dataset, (found,), tokens, *_ = _look_up(config, run, step, str(row))
+        ids, tokenizer = tokens[row].tolist(), dataset.tokenizer
+        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     except UsageError as error:
         return f"row {row} cannot be read: {error}"
-    ids, tokenizer = tokens[row].tolist(), dataset.tokenizer
-    text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
     return f"row {row}, {found['corpus']}, {found['file']} at token {found['offset']:,}:\n{text}"
 
 

@@ -235,8 +235,10 @@ def refusals(home):
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
     yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is longer than"
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
-    yield lambda: loaded.generate(n_tokens=0), "n_tokens=0, at_once=0: must be whole numbers"
-    yield lambda: loaded.generate(n_tokens=2.5), "n_tokens=2.5, at_once=2.5: must be whole numbers"
+    yield lambda: loaded.generate(n_tokens=0), "n_tokens=0: must be a whole number"
+    yield lambda: loaded.generate(n_tokens=2.5), "n_tokens=2.5: must be a whole number"
+    for seed in (-1, 1.5, 2**31):
+        yield lambda seed=seed: loaded.generate(seed=seed), f"seed={seed}: must be a whole number"
     yield lambda: trainer.save(home / "taken"), "already has a checkpoint of step 0"
     yield lambda: trainer_on("1,1,1").save(home / "taken"), "taken: holds another run"
     yield lambda: trainer.restore(home / "nope"), f"{home}/nope: "

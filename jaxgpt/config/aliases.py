@@ -55,6 +55,7 @@ KEY_ALIASES = {
     "weight_decay": "optimizer.weight_decay",
     "beta1 adam_beta1": "optimizer.beta1",
     "beta2 adam_beta2": "optimizer.beta2",
+    "adam_eps": "optimizer.eps",
     "grad_clip clip_grad gradient_clipping training.max_norm": "optimizer.grad_clip",
     "mesh": "parallel.mesh",
     "offload_optimizer parallel.offload_optimizer": "parallel.offload",
@@ -164,7 +165,6 @@ NEUTRAL = {
     "expert_model_parallel_size expert_parallel_degree": "1",
     "rotary_percent": "1 1.0",
     "init_method_std": "0.02 .02",
-    "adam_eps": "1e-8 1e-08",
     "make_vocab_size_divisible_by": "128",
     "eval_only": "False false",
     "decay_lr": "True true",
@@ -278,7 +278,6 @@ KEY_SUGGESTIONS = {
     "init_method_std word_embedding_init_std adjust_word_embedding_init": (
         "weights are always initialized as in GPT-2, with a standard deviation of 0.02"
     ),
-    "adam_eps": "epsilon is always 1e-8",
     "make_vocab_size_divisible_by": "use model.vocab_size=N, the padded size",
     "decay_lr": "use optimizer.schedule=constant for no decay, or cosine or wsd",
     "decay_ratio": "use optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",

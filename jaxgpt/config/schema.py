@@ -183,6 +183,9 @@ class OptimizerConfig:
     """Decay rate of the second moment or, in lion, of the momentum. For adamw with large batches,
     0.95 works well. sgd and adafactor ignore it; adafactor's decay rate increases with the step
     number."""
+    eps: Positive = 1e-8
+    """Added to the square root of adamw's second moment, as in PyTorch. It also applies to the
+    parameters that muon leaves to adamw."""
     momentum: Rate = 0.95
     """Momentum of muon (Nesterov) and sgd; 0 disables it."""
     adamw_learning_rate: NonNegative | None = None

@@ -412,8 +412,8 @@ def _import_tokenizers():
         import tokenizers
     except ImportError:
         raise UsageError(
-            "the `tokenizers` package, which reads tokenizer.json, is not installed; run "
-            "pip install 'jaxgpt[hf]' or pip install tokenizers"
+            "the `tokenizers` package is not installed; it reads tokenizer.json, and GPT-2's "
+            "encoder.json and vocab.bpe; run pip install 'jaxgpt[hf]' or pip install tokenizers"
         ) from None
     return tokenizers
 

@@ -380,8 +380,7 @@ class Model:
 
         The text ends before the first `stop` string. An empty prompt becomes the end-of-text token,
         or token 0 if the tokenizer has no such token. Raises `UsageError` if an argument is
-        invalid, if the model has no tokenizer, or if the tokenizer cannot encode the prompt. Raises
-        `OverflowError` if the seed does not fit in int32.
+        invalid, if the model has no tokenizer, or if the tokenizer cannot encode the prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
@@ -457,15 +456,14 @@ class Model:
             n_tokens: number of tokens to generate.
             temperature: sampling temperature; 0 always takes the most likely token.
             top_k: sample only from the `top_k` most likely tokens; by default, from all.
-            seed: random seed, an int32.
+            seed: random seed, from 0 to 2^31 - 1.
             top_p: sample only from the smallest set of most likely tokens whose total probability
                 reaches `top_p`.
             min_p: sample only from tokens that are at least `min_p` times as likely as the most
                 likely one.
 
-        Raises `UsageError` if the prompt is empty, if a token is not in the vocabulary, or if an
-        argument other than the seed is out of range. Raises `OverflowError` if the seed does not
-        fit in int32.
+        Raises `UsageError` if the prompt is empty, a token is not in the vocabulary, or another
+        argument is out of range.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
@@ -486,9 +484,11 @@ class Model:
         """
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):
-            raise UsageError(
-                f"n_tokens={n_tokens}, at_once={at_once}: must be whole numbers, at least 1"
-            )
+            key, value = ("n_tokens", n_tokens) if not is_count(n_tokens) else ("at_once", at_once)
+            raise UsageError(f"{key}={value!r}: must be a whole number, at least 1")
+        for seed in seeds:
+            if not (is_count(seed + 1) and seed < 2**31):
+                raise UsageError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1")
         given = [self._check_tokens(tokens[-self.block_size :]) for tokens in prompts]
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
         windows_BP = np.zeros((len(given), self.row_length(int(max(lengths_B)))), np.int32)

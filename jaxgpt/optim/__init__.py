@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 # Maps each optimizer to the `optimizer` keys that it uses, except weight_decay, grad_clip and the
 # learning-rate keys, which all optimizers use. The optimizer NAME is the function NAME in NAME.py.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "adamw": ("beta1", "beta2"),
+    "adamw": ("beta1", "beta2", "eps"),
     "lion": ("beta1", "beta2"),
-    "muon": ("beta1", "beta2", "momentum", "adamw_learning_rate"),
+    "muon": ("beta1", "beta2", "eps", "momentum", "adamw_learning_rate"),
     "adafactor": (),
     "sgd": ("momentum",),
 }

@@ -127,7 +127,8 @@ WORKS = [
         "optimizer.warmup_iters",
         4,
     ),
-    ("--init-method-std 0.02 --adam-eps 1e-8 --make-vocab-size-divisible-by 128", "out", None),
+    ("--init-method-std 0.02 --make-vocab-size-divisible-by 128", "out", None),
+    ("--adam-eps 1e-5", "optimizer.eps", 1e-5),
     ("--transformer-impl local --hysteresis 2 --initial-loss-scale 4096 --use-mics", "out", None),
     ("--save runs/b --load runs/b", "out", "runs/b"),
     ("--tokenizer-type Llama2Tokenizer", "model.vocab_size", 32000),
@@ -246,7 +247,7 @@ ANSWERED = [
     # a flag with a similar name and another meaning is not a slip
     ("--exit-intervals 10 --seed 2", "unknown key; --help lists", "train.seed=2"),
     ("checkpoint.keep_latest_k=10 --seed 2", "unknown key; --help lists", "train.seed=2"),
-    ("--init-method-std 0.006 --adam-eps 1e-5 --seed 2", "0.02", "train.seed=2"),
+    ("--init-method-std 0.006 --seed 2", "0.02", "train.seed=2"),
     (
         "--lr-decay-style linear --lr-decay-iters 100 --lr-warmup-iters 10",
         "optimizer.wsd_decay_iters=N",

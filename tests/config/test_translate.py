@@ -238,7 +238,7 @@ LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, 
             LLAMA | {"n_layer": 32, "n_embd": 4096, "n_kv_head": 8, "mlp_hidden": 11008,
                      "rope_theta": 50000, "vocab_size": 32000, "tie_embeddings": False},
             {"max_iters": 635782, "batch_size": 768, "dtype": "bfloat16"},
-            ["--adjust-word-embedding-init", "--adam-eps=0.00001", "--init-method-std=.009882",
+            ["--adjust-word-embedding-init", "--init-method-std=.009882",
              "--word-embedding-init-std=0.632455532"],
         ),
         (

@@ -19,9 +19,10 @@ PARAMETERS = Parameters(
 )
 
 
-def test_updates_are_adamws():
+@pytest.mark.parametrize("eps", [1e-8, 1e-1])
+def test_updates_are_adamws(eps):
     """Compare with the algorithm in Loshchilov & Hutter (arXiv 1711.05101), after clipping."""
-    config = OptimizerConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+    config = OptimizerConfig(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=eps, grad_clip=1.0)
     rng = np.random.default_rng(0)
     params = {"a": {"kernel": rng.normal(size=(3, 2))}, "b": {"bias": rng.normal(size=3)}}
     optimizer = make_optimizer(config, PARAMETERS)
@@ -39,7 +40,7 @@ def test_updates_are_adamws():
             g = grads[k][name] * min(1.0, 1.0 / norm)
             m[k] = 0.9 * m[k] + 0.1 * g
             v[k] = 0.95 * v[k] + 0.05 * g**2
-            adam = (m[k] / (1 - 0.9**t)) / (np.sqrt(v[k] / (1 - 0.95**t)) + 1e-8)
+            adam = (m[k] / (1 - 0.9**t)) / (np.sqrt(v[k] / (1 - 0.95**t)) + eps)
             expected = adam + decay * params[k][name]
             np.testing.assert_allclose(found[k][name], expected, rtol=1e-4, atol=1e-6)
             params[k][name] = params[k][name] - 0.01 * expected
