@@ -23,7 +23,7 @@ from jaxgpt.tracking.text_plot import plot_text
 from jaxgpt.train.reporting.goodput import goodput_records, goodput_table
 from jaxgpt.train.reporting.stragglers import straggler_line
 
-LOG_WIDTH = 200  # columns of a table if the output is not a terminal
+LOG_WIDTH = 200  # width of a table in columns if the output is not a terminal
 TABLES = {"--csv": "write the rows to this CSV file", "--json": "write the rows to this JSON file"}
 KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description of a report, and options for files
     "page": ("curves, events, samples and settings; the default", {

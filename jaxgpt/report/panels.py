@@ -46,7 +46,7 @@ PANELS = (
 )  # fmt: skip
 
 
-class Series(NamedTuple):  # something to draw in a panel
+class Series(NamedTuple):  # a curve or marks in a panel
     style: str  # raw, smooth, line, points, dropped or marks
     label: str
     columns: dict[str, Any]  # int32 `steps`, float32 `tokens` and `y`; for marks, also their style

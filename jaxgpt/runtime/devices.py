@@ -95,9 +95,9 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return the job's expected number of devices before JAX starts.
 
-    This is the product of the axis sizes or, if the mesh contains -1, the sum over the processes.
-    All processes must call this. If the mesh of a CPU job contains -1, raises `UsageError` if
-    JAX_NUM_CPU_DEVICES is invalid or the mesh is too large.
+    This is the product of the axis sizes. If the mesh contains -1, the devices of all processes are
+    added up instead. In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid
+    or the mesh is too large. All processes must call this.
     """
     if shape.is_filled:
         return shape.n_devices

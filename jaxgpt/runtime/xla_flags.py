@@ -5,8 +5,8 @@ import os
 from jaxgpt.config import UsageError
 
 VARIABLE = "XLA_FLAGS"
-# In a CPU job, a process may wait longer than XLA's default of 40 s for processes that share its
-# cores.
+# The processes of a CPU job may share cores, and then wait for each other for longer than 40 s,
+# XLA's default limit.
 CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
