@@ -1,10 +1,10 @@
-"""Sample order within one source: map a sample number to a token offset in O(1).
+"""Sample order within one source. A sample number is mapped to a token offset in O(1).
 
-Each epoch divides the tokens into windows of T+1 tokens that start T tokens apart, and visits them
-in random order. Each epoch has a new order and a new phase, which shifts all windows. The first and
-last windows are moved inside the split, so every epoch covers every token.
+Each epoch divides the tokens into windows of T+1 tokens that start T tokens apart, and visits the
+windows in random order. Each epoch has a new order and a new phase, which shifts all windows. The
+first and last windows are moved inside the split, so every epoch covers every token.
 
-`permute` gives the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
+`permute` produces the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
 visits a window twice for some n, such as 4^8 + 1. `permute` processes a block of windows at a time
 and avoids importing Grain, which takes as long as the rest of a warm start.
 """
@@ -25,9 +25,10 @@ class EpochSampler:
     """Shuffled windows over the tokens of one source, for any number of epochs."""
 
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
-        """Set up windows with T = `block_size`. The order depends on `seed` and `stream`.
+        """Set up windows of `block_size` + 1 tokens.
 
-        `n_tokens` must be larger than `block_size`.
+        `n_tokens` must be larger than `block_size`. The order depends on `seed` and `stream`, which
+        must not be negative.
         """
         assert n_tokens > block_size, (n_tokens, block_size)
         self._last_start = n_tokens - 1 - block_size
@@ -59,11 +60,12 @@ class EpochSampler:
 
 
 def permute(indices: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """Apply a pseudorandom permutation of 0..n-1 (n > 1) to integers, shape (size,).
+    """Apply a pseudorandom permutation of 0..n-1 (n > 1) to `indices`, shape (size,).
+
+    `indices` are integers from 0 to n-1. The result is int64, shape (size,).
 
     The permutation is the Simon block cipher (https://eprint.iacr.org/2013/404) with blocks of at
     least 16 bits and `ROUNDS` rounds. Results outside 0..n-1 are encrypted again (cycle walking).
-    The result is int64, shape (size,).
     """
     half = max(-(-(n - 1).bit_length() // 2), 8)  # number of bits in half a block
     mask = (1 << half) - 1

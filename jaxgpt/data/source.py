@@ -1,4 +1,4 @@
-"""Token sources: their splits, documents and meta.json."""
+"""Token sources with their splits, documents and meta.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Document(NamedTuple):
     end: int | None = None  # offset just past its last token
 
 
-# Maps a token's offset in the whole source to its document, in O(log n) reads.
+# Maps the offset of a token in the whole source to the token's document, in O(log n) reads.
 FindDocument = Callable[[int], Document]
 
 
@@ -40,9 +40,10 @@ class OpenSource:
 
 
 class Format(NamedTuple):
-    """A storage format for tokens. Both functions take a path like data.path.
+    """A storage format for tokens.
 
-    They raise `OSError` if a file or folder cannot be read.
+    Both functions take the path of a source, such as data.path, and raise `OSError` if a file or
+    folder cannot be read.
     """
 
     recognise: Callable[[Path], bool]  # True if a path has this format, even if files are missing

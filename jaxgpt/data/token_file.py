@@ -1,8 +1,8 @@
 """Token IDs on disk, read on demand.
 
 Files are read with `pread` instead of a memory map, so that a process's memory use does not grow as
-it reads. If a file is truncated, the error names it, whereas a memory map would kill the process
-with SIGBUS.
+it reads. If a file is truncated, the error message names the file, whereas a memory map would kill
+the process with SIGBUS.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-# Number of pages to hash and check per split (64 MiB), divided among the sources.
+# Number of pages (64 MiB) to hash and check per split, divided among all sources.
 SAMPLED_PAGES = 4096
 OTHER_FILES = 512  # number of other open files to allow for
 
@@ -39,10 +39,10 @@ def allow_open_files(count: int) -> None:
 
 
 class TokenFile:
-    """A file with an array of token IDs. It is opened on first read and stays open."""
+    """A file with an array of token IDs. The first read opens the file, which then stays open."""
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
-        """Describe a file of `size` little-endian tokens after a header of `header` bytes."""
+        """Describe a file with a header of `header` bytes and `size` little-endian tokens."""
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.size = size
@@ -90,10 +90,11 @@ class Tokens:
         size: int | None = None,
         mask: TokenFile | None = None,
     ):
-        """Select `size` tokens starting at token `first`, by default all tokens up to the end.
+        """Select `size` tokens starting at token `first`.
 
-        The mask has one byte for each token of the file: 1 if the token counts toward the loss as a
-        target, 0 if not. Without a mask, all tokens count.
+        By default, all tokens from `first` to the end of the file are selected. `mask` has one byte
+        for each token of the file, which is 1 if the token counts toward the loss as a target, and
+        0 otherwise. Without a mask, all tokens count.
         """
         self.file = file
         self.mask = mask
@@ -102,11 +103,13 @@ class Tokens:
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return a view of tokens `first` to `end` - 1 that shares this open file."""
+        """Return a view of tokens `first` to `end` - 1 of this part, which shares the open file."""
         return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` token IDs starting at token `start`: `dtype`, shape (count,).
+
+        `start` counts from the start of this part. All of the tokens must be in this part.
 
         Raises:
             UsageError: if the file cannot be read or is too short.
@@ -117,7 +120,7 @@ class Tokens:
     def read_weights(self, start: int, count: int) -> np.ndarray:
         """Return the loss weights (0 or 1) of `count` tokens, starting at token `start`.
 
-        A weight applies to the token as a target. The result is uint8, of shape (count,).
+        The weight of a token applies if the token is a target. The result is uint8, shape (count,).
 
         Raises:
             UsageError: if the mask cannot be read, is too short, or holds a byte other than 0 or 1.
@@ -135,9 +138,10 @@ class Tokens:
         return weights
 
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
-        """Raise `UsageError` if any of `tokens` is outside the vocabulary.
+        """Raise `UsageError` if any of the token IDs is outside the vocabulary.
 
-        `tokens` must not be empty. `start` is the offset of `tokens[0]` in this part of the file.
+        `tokens` is a nonempty array, shape (n,). `start` is the offset of `tokens[0]` in
+        this part of the file.
         """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
             return
@@ -151,10 +155,10 @@ class Tokens:
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
 
-        A page has `PAGE` bytes; the last one may be shorter. Offsets count tokens from the start of
-        this part of the file. The IDs have the file's dtype and shape (n,). The first page is
-        included, and so is the last if `most` > 1. Raises `UsageError` if the file cannot be read
-        or is too short.
+        A page has `PAGE` bytes, but the last page may be shorter. Offsets count tokens from the
+        start of this part of the file. The IDs have the file's dtype and shape (n,). The first page
+        is always included, and the last page is included if `most` > 1. Raises `UsageError` if the
+        file cannot be read or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -164,9 +168,9 @@ class Tokens:
 
 
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
-    """Return a hash of the vocabulary size, and of each split's size, dtype and sampled pages.
+    """Return a hash of the vocabulary size and of the name, size, dtype and pages of each split.
 
-    It has the form "sha256:DIGEST". At most `most` pages of each split are hashed, together with
+    The hash has the form "sha256:DIGEST". At most `most` pages of each split are hashed, with
     their loss masks. Raises `UsageError` if a file cannot be read or is too short, or if a mask
     holds a byte other than 0 or 1.
     """

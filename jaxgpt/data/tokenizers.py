@@ -16,8 +16,8 @@ from jaxgpt.data.source import read_meta
 FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 END_OF_TEXT = "<|endoftext|>"
-# End-of-text names to try, in this order, if no file defines one. They are from GPT-2 (and
-# GPT-NeoX), Llama 3, Llama 2 and Gemma.
+# Names of the end-of-text token to try, in this order, if no file defines the name. GPT-2 (and
+# GPT-NeoX), Llama 3, Llama 2 and Gemma use these names.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "char": {"characters": str},
@@ -25,7 +25,7 @@ SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
 _CONTEXT = 128  # number of characters to encode on each side of a split point to verify it
-# `same_tokens` compares tokenizers on this text, because most of them split it differently.
+# `same_tokens` encodes this text, because most tokenizers split it differently.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
 # following space or newline, and their patterns have no lookbehind.
@@ -42,25 +42,26 @@ class Tokenizer:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
         Names of special tokens are encoded as plain text. A `FileTokenizer` may drop unknown
-        characters or map them to an unknown token. Raises `UsageError` if `text` contains a
-        surrogate, or a character that a character vocabulary lacks.
+        characters or map them to an unknown token. A `CharTokenizer` raises `UsageError` for an
+        unknown character. All other tokenizers raise `UsageError` for a surrogate.
         """
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
         """Return the token IDs of each string: int64, shape (tokens,).
 
-        A `FileTokenizer` encodes the strings in parallel. With `parse_special`, it encodes the name
-        of a special token as that token. Other tokenizers ignore `parse_special`. The strings must
-        not contain surrogates. Raises `UsageError` if a character vocabulary lacks a character, or
-        if `parse_special` is set and the tokenizer is a `SentencePieceTokenizer`.
+        A `FileTokenizer` encodes the strings in parallel. With `parse_special`, an `HFTokenizer`
+        encodes the name of a special token as that token, and a `SentencePieceTokenizer` raises
+        `UsageError`. Other tokenizers ignore `parse_special`. The strings must not contain
+        surrogates. A `CharTokenizer` raises `UsageError` for an unknown character.
         """
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
-        Invalid UTF-8 becomes U+FFFD. IDs beyond the vocabulary become U+FFFD or are dropped.
+        Invalid UTF-8 becomes U+FFFD. IDs outside the vocabulary become U+FFFD or are dropped. The
+        IDs must not be negative.
         """
         raise NotImplementedError
 
@@ -84,9 +85,9 @@ class Tokenizer:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
-        """Write the files named in the JSON description, if any, to `directory`.
+        """Write the tokenizer's file, if it has one, to `directory`.
 
-        Raises `OSError` if a file cannot be written.
+        An identical file is left unchanged. Raises `OSError` if a file cannot be written.
         """
 
 
@@ -254,7 +255,7 @@ class SentencePieceTokenizer(FileTokenizer):
                 f"tokenizer {SENTENCEPIECE}: cannot encode the special tokens of a chat template; "
                 f"give the {FILE} of this tokenizer"
             )
-        threads = int(os.environ.get("RAYON_NUM_THREADS", -1))  # as for the `tokenizers` package
+        threads = int(os.environ.get("RAYON_NUM_THREADS", -1))  # also used by `tokenizers`
         found = _load_model(self._content).encode(list(texts), num_threads=threads)
         return [np.array(ids, np.int64) for ids in found]
 
@@ -327,9 +328,10 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             a folder that contains one; or a folder with GPT-2's encoder.json and vocab.bpe (or
             vocab.json and merges.txt).
         end_of_text: the name of the token between documents. By default, a prepared dataset or a
-            SentencePiece model defines this token. Otherwise, it is the `eos_token` in a
-            tokenizer_config.json in the same folder, or a common name in the vocabulary, or None.
-            Ignored for `byte`.
+            SentencePiece model defines this token. For other tokenizers, the default is the
+            `eos_token` from tokenizer_config.json in the same folder, or a common name. If the
+            vocabulary lacks these names, the tokenizer has no end-of-text token. `end_of_text` is
+            ignored for `byte`.
 
     Raises:
         UsageError: if the tokenizer is missing or invalid, if it lacks the given `end_of_text`, or
@@ -429,7 +431,7 @@ def _parse(content: bytes):
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarray:
-    """Return the token IDs of a prompt.
+    """Return the token IDs of a prompt, shape (tokens,).
 
     An empty prompt becomes the end-of-text token, or token 0 if the tokenizer has no such token.
     Raises `UsageError` if the tokenizer cannot encode the prompt.
