@@ -60,7 +60,7 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
-        Invalid UTF-8 becomes U+FFFD. IDs outside the vocabulary become U+FFFD or are dropped. The
+        Invalid UTF-8 becomes U+FFFD. IDs beyond the vocabulary become U+FFFD or are dropped. The
         IDs must not be negative.
         """
         raise NotImplementedError
@@ -225,7 +225,7 @@ class HFTokenizer(FileTokenizer):
 
     def split_point(self, text: str) -> int:
         if _parse(self._content).pre_tokenizer is None:
-            return 0  # without a pre-tokenizer, a token may span any position
+            return 0  # without a pre-tokenizer, a token may cross any position
         tail = max(0, len(text) - 16 * _CONTEXT)
         places = [m.end() for m in _SPLIT_POINT.finditer(text, tail, len(text) - _CONTEXT)]
         if not places:
@@ -264,11 +264,11 @@ class SentencePieceTokenizer(FileTokenizer):
         return _load_model(self._content).decode([int(t) for t in tokens if t < self.vocab_size])
 
     def split_point(self, text: str) -> int:
-        return 0  # a model may add a space prefix, and a piece may span any position
+        return 0  # a model may add a space prefix, and a token may cross any position
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers produce the same tokens, even if their files differ.
+    """Return whether two tokenizers appear to produce the same tokens.
 
     If two tokenizer.json files differ, their vocabularies and their tokens for a test string are
     compared. Raises `UsageError` if the `tokenizers` package is needed but not installed.
@@ -311,7 +311,7 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
             if hashlib.sha256(content).hexdigest() != meta["sha256"]:
                 raise UsageError(
                     f"{path}: is missing, or is not the tokenizer the data was prepared with "
-                    f"(SHA-256 {meta['sha256']}); copy it from where the data was prepared"
+                    f"(SHA-256 {meta['sha256']}); copy the file from the prepared dataset"
                 )
             made = HFTokenizer if kind == "huggingface" else SentencePieceTokenizer
             return made(content, meta["vocab_size"], meta["end_of_text"])
@@ -359,9 +359,9 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
         raise
     except Exception as error:  # `tokenizers` raises plain `Exception`
         raise UsageError(
-            f"tokenizer {path}: cannot be read ({in_words(error)}); give the path of a {FILE} or "
-            f"{SENTENCEPIECE}, of a folder with one of them or with encoder.json and vocab.bpe, or "
-            "`byte`"
+            f"tokenizer {path}: cannot be read ({in_words(error)}); give `byte`, a {FILE}, a "
+            f"{SENTENCEPIECE}, or a folder that contains one of these or GPT-2's encoder.json "
+            "and vocab.bpe"
         ) from None
     if end_of_text is not None and end_of_text not in ids:
         raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of a special token")

@@ -199,7 +199,7 @@ def test_truncation_in_a_tokenizer_json_does_not_shorten_texts(tmp_path):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "cannot be read .*or with encoder.json and vocab.bpe"),
+        ({}, "cannot be read .*GPT-2's encoder.json and vocab.bpe"),
         ({"tokenizer.json": "{}"}, "tokenizer .*: cannot be read"),
         ({"encoder.json": "[1]", "vocab.bpe": "a b"}, "tokenizer .*: cannot be read"),
         ({"encoder.json": "[1", "vocab.bpe": "a b"}, "tokenizer .*: cannot be read"),

@@ -37,7 +37,7 @@ class LineDocument(NamedTuple):
 
 
 class LineReader:
-    """Reader for the lines or rows of a file, which must all be of the same kind."""
+    """Reader for the lines or rows of a file. All of them must be of the same kind."""
 
     def __init__(self, format_: LineFormat):
         self._format = format_
@@ -77,7 +77,7 @@ class LineReader:
             if self._has_messages:
                 return self._conversation(fields[0], where)
             for text in fields:
-                text.encode()  # raises for a lone surrogate, which JSON allows but UTF-8 does not
+                text.encode()  # JSON allows a lone surrogate, but UTF-8 does not
         except UsageError:
             raise
         except KeyError:

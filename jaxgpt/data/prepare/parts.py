@@ -38,7 +38,7 @@ _PART = 1 << 26  # maximum total size of several files in one part, in bytes
 class Part(NamedTuple):
     """A folder with SPLIT.bin, masks and lengths.bin.
 
-    lengths.bin holds the length in tokens of each document: int64, shape (documents,).
+    lengths.bin holds the number of tokens in each document: int64, shape (documents,).
     """
 
     folder: Path
@@ -85,8 +85,8 @@ def write_parts(
 ) -> list[Part]:
     """Tokenize the files that are not in a part yet, and return all parts in order of the files.
 
-    This process and the pool write parts in parallel. Longer work shows a progress bar on standard
-    error.
+    This process and the pool write parts in parallel. A progress bar on standard error appears
+    after a delay.
 
     Args:
         files: at least one file.

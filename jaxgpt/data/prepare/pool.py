@@ -18,7 +18,7 @@ class Workers(NamedTuple):
     """The role of a process in the job."""
 
     is_main: bool
-    pool: Executor | None  # the other processes, in process 0; None in a worker or alone
+    pool: Executor | None  # the other processes; None if there are none, or in a worker
 
 
 @contextlib.contextmanager

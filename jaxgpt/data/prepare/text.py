@@ -47,7 +47,7 @@ class InputFile:
     path: Path
     lines: LineFormat  # the format of JSON lines and rows
     val_share: float = 0.0  # probability that a document is selected for validation
-    n_train: int | None = None  # number of training characters; None if not divided
+    n_train: int | None = None  # number of training characters; None if the file is not divided
 
     def chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
         """Yield the text of the file in order, except for empty documents.
