@@ -323,7 +323,7 @@ def test_eight_devices_need_less_than_a_sixth_of_the_memory(impl, remat):
         ),
         ("--mesh context=16 model.dropout=0.1", "not possible with ulysses .*, nor with ring"),
         ("--mesh context=2,context=2", "sizes by name"),
-        ("--mesh contxt=2", "sizes by name"),
+        ("--mesh contxt=2", "did you mean context"),
         ("parallel.context_impl=flash", "ulysses"),
     ],
 )

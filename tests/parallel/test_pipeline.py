@@ -210,7 +210,7 @@ def test_a_checkpoint_is_moved_between_meshes_bit_by_bit(tmp_path):
         (("parallel.schedule=1f1b",), "must be one of gpipe, circular"),
         (("parallel.stage_repeats=2",), "needs parallel.schedule=circular"),
         (("--mesh", "stage=2,stage=2"), "sizes by name"),
-        (("--mesh", "stages=2"), "sizes by name"),
+        (("--mesh", "stages=2"), "did you mean stage"),
         (
             ("--mesh", "stage=2", "model.layers=local global", "model.sliding_window=8"),
             "not a multiple of the 2 layers",
