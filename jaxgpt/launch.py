@@ -102,10 +102,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return the options and the command, which starts after `--` or at the first non-option.
+    """Return the options and the command, which starts after the first `--`.
 
-    All options except --print, -h and --help have a value, after `=` or as the next word. If there
-    is no command, the second list is empty.
+    Without `--`, the command starts at the first word that is not an option or its value. All
+    options except --print, -h and --help have a value, after `=` or as the next word. If there is
+    no command, the second list is empty.
     """
     if "--" in argv:
         end = argv.index("--")

@@ -507,7 +507,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as nested dicts that YAML and JSON can represent.
 
-        Tuples become lists. Paths, NumPy numbers and other objects become strings.
+        Tuples become lists, and objects that JSON does not know, such as paths, become strings.
         """
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 

@@ -108,7 +108,8 @@ def match_tensors(
     """Return `slots(table, model)`, checked against the tensors in `found`.
 
     Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
-    has the wrong shape, or if the model dimensions are invalid.
+    has the wrong shape, or if the model is too large for JAX. Also raises whatever `weights`
+    raises.
     """
     if model.n_layer > len(found):
         raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")

@@ -110,8 +110,8 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
     Args:
         path: folder that `rank_files` accepts.
         out: run directory to create.
-        tokenizer: path that `read_tokenizer` accepts, or None. Embedding rows beyond the
-            tokenizer's vocabulary are dropped as padding.
+        tokenizer: path that `read_tokenizer` accepts, or None. Rows of the embedding and the
+            output layer beyond the tokenizer's vocabulary are dropped as padding.
 
     Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
     tokenizer cannot be read or does not fit the model, or if torch is missing or too old. Also

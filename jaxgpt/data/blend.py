@@ -25,7 +25,7 @@ class BlendEntry:
     weight: Fraction
     weight_text: str  # as given by the user
     path: Path
-    corpus: str  # default: the file or folder name, or the full path if the name is ambiguous
+    corpus: str  # default: the name of the folder or file, or the full path if it is ambiguous
     key: str  # the setting that selects the source, for error messages
 
     @property

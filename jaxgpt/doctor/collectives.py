@@ -90,7 +90,7 @@ class Measurement:
     collective: str
     axis: str
     n: int  # number of devices along the axis
-    bytes: int  # size of one device's input or output array, whichever is larger
+    bytes: int  # of one device's input or output array, the larger one, before rounding up
     seconds: float | None  # time per call on the slowest process; None after an error
     bus_bandwidth: float | None  # bytes/s, as defined by nccl-tests; None after an error
     error: str | None = None  # error of the lowest rank that failed

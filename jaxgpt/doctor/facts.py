@@ -59,7 +59,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "address": coordinator and address_towards(coordinator.rpartition(":")[0].strip("[]")),
         "platform": local[0].platform,  # cpu, gpu, tpu ...
         "device_kind": local[0].device_kind,
-        # Device names that are unique on the host.
+        # For GPUs, names that are unique on the host.
         "devices": device_names(local_device_ids(cluster) or range(len(local)), visible),
         "narrowed": bool(visible),  # an environment variable selects the visible devices
         "jax_platforms": os.environ.get("JAX_PLATFORMS", ""),
@@ -75,7 +75,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return a name for each of this process's devices. Names are unique on the host.
+    """Return a name for each of this process's devices. Names of GPUs are unique on the host.
 
     `numbers` are the devices' indices among the visible ones. They may not be unique, because
     device 0 may be a different device in every process: `visible` (the value of a variable such as

@@ -125,10 +125,15 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train from the step after `run.resume_step` until the run ends, stops, fails or restarts.
 
-    All saves have finished when this returns. If no steps are left, this does nothing. All
-    processes call this together. Raises `UsageError` if the data cannot be read, if startup.json
-    cannot be written, or if a save fails and the run cannot continue without it. Raises
-    `RuntimeError` if JAX fails.
+    The first step donates `state`, so the caller must not use it afterwards. All saves have
+    finished when this returns. All processes call this together.
+
+    Raises:
+        UsageError: if the data cannot be read, if startup.json cannot be written, or if a save
+            fails and the run cannot continue without it.
+        OSError: if a profile cannot be written.
+        ValueError: if JAX writes no trace for a profile.
+        RuntimeError: if JAX fails.
     """
     config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
     monitor, profile = trainer.job.cluster.monitor, trainer.profile

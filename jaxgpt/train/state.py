@@ -130,7 +130,8 @@ def state_from_checkpoint(
     """Rebuild the state, with the structure of `shapes`, from a checkpoint's contents.
 
     `tree` and `meta` are the restored arrays and JSON, which include the results of
-    `checkpoint_tree` and `checkpoint_json`. Raises `KeyError` if an array is missing.
+    `checkpoint_tree` and `checkpoint_json`. Parameters are not checked against `shapes`. Raises
+    `KeyError` if the parameters or an array of the optimizer state are missing.
     """
     leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)

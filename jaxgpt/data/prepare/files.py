@@ -184,7 +184,7 @@ def read_rows(
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise UsageError(f"--input {path}: cannot be read as Parquet ({in_words(error)})") from None
 
 

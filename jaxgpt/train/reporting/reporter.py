@@ -334,8 +334,9 @@ class Reporter:
     def log(self, record: Record | None) -> None:
         """Send a record to every tracker, and log its line. Do nothing if `record` is None.
 
-        `record` must be a `TrainRecord` or have a kind in `_LINES`. Call `restart` first, because
-        it opens the trackers.
+        Only process 0 does this, unless train.log_all_ranks is set. `record` must be a
+        `TrainRecord` or have a kind in `_LINES`. Call `restart` first, because it opens the
+        trackers. Raises `BrokenPipeError` if nothing reads the output any more.
         """
         if record is None or not self._enabled:
             return

@@ -81,6 +81,10 @@ def test_rows_may_be_conversations_or_have_other_columns(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["x", None]}), path)
     with pytest.raises(UsageError, match="a.parquet: row 2 must be .*under 'text'"):
         prepare_text(tmp_path / "e", [path], "byte")
+    latin = pyarrow.array(["caf\u00e9".encode("latin-1")]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": latin}), path)
+    with pytest.raises(UsageError, match="a.parquet: cannot be read as Parquet .*decode"):
+        prepare_text(tmp_path / "e", [path], "byte")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UsageError, match="a.parquet: cannot be read as Parquet"):
         prepare_text(tmp_path / "e", [path], "byte")
