@@ -42,9 +42,9 @@ def run(
     `rounds` rounds, every variant runs `steps` steps. If `steps` is None, this takes about 1.5
     seconds without a change. The job must have a single process.
 
-    Raises `UsageError` if a setting or an option is invalid, if a change does not change the step,
-    or if its step cannot take turns with the unchanged step. Also raises whatever `open_job` and
-    `Rounds` raise.
+    Raises `UsageError` if a setting or an option is invalid, if a change has no effect on the step,
+    or if the changed step cannot train the same state. Also raises whatever `open_job` and `Rounds`
+    raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}

@@ -28,13 +28,13 @@ ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 
 
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
-    """Time saving and restoring a checkpoint, and writing and reading plain files.
+    """Measure the time to save and restore a checkpoint, and to write and read plain files.
 
     There are eight rounds after a warm-up. `settings` are command-line settings. The checkpoint is
     1 GB unless they include --config. `out` is the folder to write to, by default the system's
-    temporary directory. Raises `UsageError` if the folder lacks space, if a setting is invalid, or
-    if a save fails. Also raises whatever `open_job`, `Job.start_jax` and `Checkpoints.restore`
-    raise.
+    temporary directory. Raises `UsageError` if the folder has too little space, if a setting is
+    invalid, or if a save fails. Also raises whatever `open_job`, `Job.start_jax` and
+    `Checkpoints.restore` raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -90,7 +90,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 
 
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
-    """Time saving a checkpoint, until all files are on disk.
+    """Measure the time to save a checkpoint, until all files are on disk.
 
     Returns the seconds of the slowest process as `save_seconds`, and the seconds until training
     could have continued as `save_blocks_seconds`. All processes call this together. Raises the same
@@ -116,7 +116,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Time restoring the checkpoint, including checksum verification.
+    """Measure the time to restore the checkpoint, including checksum verification.
 
     Returns the seconds of the slowest process as `restore_seconds`. All processes call this
     together. Raises the same errors as `Checkpoints.restore`.
@@ -138,7 +138,7 @@ def _file_sizes(job: Job) -> list[int]:
 
 
 def _write_files(job: Job) -> dict[str, float]:
-    """Time writing plain files with the sizes of the checkpoint files, each until it is on disk."""
+    """Measure the time to write plain files of the checkpoint files' sizes to disk."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 
@@ -154,7 +154,7 @@ def _write_files(job: Job) -> dict[str, float]:
 
 
 def _read_files(job: Job) -> dict[str, float]:
-    """Time reading the plain files into newly allocated memory, as a restore does."""
+    """Measure the time to read the plain files into newly allocated memory, as in a restore."""
     _drop_cached(job, "plain")
     files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
     return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}

@@ -1,4 +1,4 @@
-"""Benchmark results, and the jobs in which benchmarks run."""
+"""Benchmark results, and the jobs that run benchmarks."""
 
 import contextlib
 import importlib.metadata
@@ -97,7 +97,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return `host_name`, `cpu` (the model), `cpus` (how many are usable) and `versions`.
+    """Return `host_name`, `cpu` (the model), `cpus` (the number of usable CPUs) and `versions`.
 
     The versions are those of jaxgpt, JAX, jaxlib and Python.
     """

@@ -74,8 +74,8 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the spread of the total time, and the median time of each phase, in seconds.
 
-    `starts` contains the startup.json of each start. The total and each phase are those of the
-    slowest process. The result has the keys of `spread`, plus `phases` and the first start's
+    `starts` contains the startup.json of each start. The total and each phase are from the slowest
+    process. The result has the keys of `spread`, plus `phases` and the first start's
     `compile_cache`.
     """
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]

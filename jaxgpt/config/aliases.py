@@ -229,7 +229,7 @@ _NEEDS_SCALING = (
 )
 
 # Maps other programs' flags to advice: what to use instead, or why the flag is ignored. The entry
-# for a name also applies to flags that end in a dot and this name.
+# for NAME also applies to flags that end in `.NAME`.
 KEY_SUGGESTIONS = {
     "epochs num_epochs": "use train.max_iters=N, a number of steps",
     "exit_interval": (
@@ -304,7 +304,7 @@ KEY_SUGGESTIONS = {
     "fp8_param_gather": "parameters are gathered in train.dtype, even with FP8 matmuls",
 }
 
-# Maps flags in KEY_SUGGESTIONS to settings for the corrected command, if there is only one choice.
+# Maps flags in KEY_SUGGESTIONS with a single replacement to settings for the corrected command.
 KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 
 # Maps `key=value`, with a value from another program, to advice on what to use instead.
@@ -323,7 +323,7 @@ VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")
 def find(table: dict[str, str], word: str) -> str:
     """Return a table's entry for a flag, or an empty string if there is none.
 
-    A key of the table holds one or more flags, separated by spaces.
+    Each key of the table lists one or more flags, separated by spaces.
     """
     return next((text for words, text in table.items() if word in words.split()), "")
 

@@ -17,8 +17,8 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises `UsageError` for mistakes and rejects abbreviated options.
 
     Options may be written with underscores instead of dashes, as in nanoGPT. The message for an
-    unknown option suggests the nearest one; without one, and if an option is missing, it shows the
-    usage.
+    unknown option suggests a similar option. If there is none, or if a required option is missing,
+    the message shows the usage.
     """
 
     def __init__(self, **options):
@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
         return given
 
     def _refuse_unknown(self, unknown: list[str], given: argparse.Namespace) -> NoReturn:
-        """Raise `UsageError` for arguments that neither this parser nor its command knows."""
+        """Raise `UsageError` for arguments that this parser and its subcommand do not accept."""
         for action in self._get_positional_actions():
             if isinstance(action.choices, dict):  # commands and their parsers
                 action.choices[getattr(given, action.dest)]._refuse_unknown(unknown, given)

@@ -10,7 +10,7 @@ MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and m
 
 
 class UsageError(ValueError):
-    """An error that the user can fix. Commands exit with status 2 after it.
+    """An error that the user can fix. Commands report it and exit with status 2.
 
     The message explains what is wrong and how to fix it. Each argument is one line of the message.
     """
@@ -23,8 +23,8 @@ class UsageError(ValueError):
 def expand_user(path: str, key: str = "") -> str:
     """Expand ~ in a path, because shells do not expand it in `key=~/...`.
 
-    Raises `UsageError`, with a message that begins with `key`, if the home directory is unknown, or
-    if the path or a name in it is too long or contains a null character.
+    Raises `UsageError` if the home directory is unknown, or if the path or a name in it is too long
+    or contains a null character. The message begins with `key`.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):

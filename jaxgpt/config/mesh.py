@@ -47,8 +47,8 @@ class MeshShape(dict[str, int]):
     def parse(cls, text: str) -> "MeshShape":
         """Parse a shape, such as `2,1,4` or `data=2,tensor=4`.
 
-        Raises `ValueError` if the text is malformed, an axis is unknown, or a size is less than 1,
-        except that one size may be -1.
+        Raises `ValueError` if the text is malformed, an axis is unknown, or a size is less than 1
+        (except a single -1).
         """
         parts = text.split(",")
         try:

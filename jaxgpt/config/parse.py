@@ -77,8 +77,8 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
     `overrides` are command-line arguments for `parse_args`, which is called with its default
-    options. Settings whose allowed values are defined in higher layers, such as `optimizer.name`,
-    are therefore not checked. Raises `UsageError` like `parse_args`.
+    options. Therefore, settings such as `optimizer.name`, whose allowed values are defined in
+    higher layers, are not checked. Raises `UsageError` like `parse_args`.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -102,32 +102,31 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints all keys, or the keys of one group (`--help model`), and exits with status 0. In
-    the result, `train.batch_size_per_device` has been converted to `train.batch_size` and is None,
-    unless `counts_devices_later` applies.
+    `--help` prints all keys, or the keys of one group (`--help model`), and exits with status 0.
+    `train.batch_size_per_device` is converted to `train.batch_size` and set to None (for the
+    exception, see `counts_devices_later`).
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
-            `--config`. Without `--config`, the settings come from the config.yaml in `--out` if it
-            is readable, otherwise from `saved_settings`, and otherwise from a preset: `tiny`, or
-            another program's preset if `argv` has that program's flags. The file's `out` is
-            ignored. The file's data sources are ignored if `argv` sets a data source, and its
-            `train.batch_size_per_device` is ignored if `argv` sets `train.batch_size`. If the
-            settings come from `--out`, `data.accept_changes` and `checkpoint.resume` are also
-            ignored.
+            `--config`. Without `--config`, the settings come from the first available source: a
+            readable config.yaml in `--out`, `saved_settings`, or a preset (`tiny`, or another
+            program's preset if `argv` has that program's flags). The file's `out` is ignored. If
+            `argv` sets a data source, the file's data sources are ignored. If `argv` sets
+            `train.batch_size`, the file's `train.batch_size_per_device` is ignored. If the settings
+            come from `--out`, `data.accept_changes` and `checkpoint.resume` are also ignored.
         prog: Name of the command, for `--help` and for corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options of the
-            initial weights, by name. These options override the defaults and a preset (except that
-            a preset can reduce model.block_size), but not the user's YAML file, the run directory
-            or the command line. Called only if train.init_from is set.
+            initial weights, by name. These options override the defaults and a preset, but not the
+            user's YAML file, the run directory or the command line. However, a preset can reduce
+            model.block_size. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             Called if `--config` is not given and `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, they are not checked.
         note: Called with each remark, for example about another program's flags or the computed
             batch size. By default, remarks are printed to stderr.
-        counts_devices_later: If parallel.mesh contains -1, keep `train.batch_size_per_device`. By
-            default, setting both is an error.
+        counts_devices_later: Keep `train.batch_size_per_device` if parallel.mesh contains -1. By
+            default, this combination is an error.
 
     Raises:
         UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
@@ -186,8 +185,8 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
     """Return the path and content of the YAML file that a command line overrides.
 
     If that file is the default preset for another program, the program's settings are added to
-    `line`. Raises `UsageError` if the file is missing or unreadable. If there are already other
-    problems, an invalid --config is added to them instead.
+    `line`. Raises `UsageError` if the file is missing or unreadable. If `line` already has
+    problems, an invalid --config is added to them, and no error is raised.
     """
     given = line.words
     try:
@@ -207,7 +206,8 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
 def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
     """Convert train.batch_size_per_device to train.batch_size, and add a remark to `notes`.
 
-    If it is None, do nothing. Otherwise, raise `UsageError` if parallel.mesh contains -1.
+    If train.batch_size_per_device is None, `config` is returned unchanged. Raises `UsageError` if
+    it is set and parallel.mesh contains -1.
     """
     size, shape = config.train.batch_size_per_device, mesh_shape(config)
     if size is None:
@@ -360,9 +360,9 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
 def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Rebuild a configuration from the output of `Config.to_dict`.
 
-    Missing keys get their default values. Settings are not compared with each other. Raises
-    `UsageError` if a key is unknown or a value is malformed. For an unknown key, the message begins
-    with `origin`, for example the name of a file.
+    Missing keys get their default values. Does not check whether settings contradict each other.
+    Raises `UsageError` if a key is unknown or a value is malformed. The message about an unknown
+    key begins with `origin`, such as a file name.
     """
     return _build(_flatten(values, origin))
 
@@ -370,8 +370,9 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
 def config_from_file(path: Path) -> Config:
     """Return the configuration from a run's config.yaml.
 
-    Missing keys get their default values. Settings are not compared with each other. Raises
-    `UsageError` if the file is missing or unreadable, a key is unknown, or a value is malformed.
+    Missing keys get their default values. Does not check whether settings contradict each other.
+    Raises `UsageError` if the file is missing or unreadable, a key is unknown, or a value is
+    malformed.
     """
     return config_from_dict(_read_yaml(path), str(path))
 
@@ -379,7 +380,7 @@ def config_from_file(path: Path) -> Config:
 def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[str, Any]]:
     """Return the path and content of the YAML file that the command line overrides.
 
-    `default` is the preset for command lines that have neither --config nor the --out of a run.
+    `default` is the preset to use if --config is not given and --out contains no run.
     """
     if "config" not in given and "out" in given:
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
@@ -490,7 +491,7 @@ def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[s
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Drop `keys` from `values`, and data sources and the batch size if `given` replaces them."""
+    """Drop `keys` from `values`, and any data sources or batch size that `given` replaces."""
     if "train.batch_size" in given:
         keys = keys | {"train.batch_size_per_device"}
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
@@ -498,7 +499,7 @@ def _without(values: Words, keys: set[str], given: Words) -> Words:
 
 
 def _unused_dataset(given: Words) -> list[str]:
-    """Return a note if the command line sets data.dataset and another source, which takes over."""
+    """Return a note if the command line sets data.dataset and a source that overrides it."""
     others = [key for key in _DATA_KEYS & given.keys() if list(given[key]) != ["None"]]
     others = sorted({*others} - {"data.dataset"})
     if "data.dataset" not in given or not others:

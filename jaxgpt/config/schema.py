@@ -197,7 +197,7 @@ class OptimizerConfig:
 
     @property
     def wsd_decay_length(self) -> int:
-        """The number of steps of wsd's decay."""
+        """The length of wsd's decay in steps."""
         return self.wsd_decay_iters or max(1, self.lr_decay_iters // 5)
 
     @property

@@ -33,7 +33,7 @@ class CommandLine:
     rest: str | None = None  # mesh axis of the remaining devices, if a flag sets it
     default_config: str = "tiny"  # preset for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
-    default_words: dict[str, list[str]] = field(default_factory=dict)  # settings for the same case
+    default_words: dict[str, list[str]] = field(default_factory=dict)  # settings in the same case
 
     def put(self, key: str, words: Sequence[str], argument: str) -> None:
         """Set a key, or leave the argument out if another flag has set a different value."""
@@ -109,7 +109,7 @@ def translate(
 def unknown_key(shown: str, key: str | None = None) -> str:
     """Return an error message for an unknown key, with a suggestion.
 
-    `shown` is the key as typed, and `key` is the key to look up, if that differs.
+    `shown` is the key as typed. `key` is the key to look up, by default the same.
     """
     key = key or shown
     lasts = {name.rpartition(".")[2] for name in settings()}
@@ -139,7 +139,7 @@ def _guess_key(key: str) -> str | None:
     """Return the setting that an unknown key probably means, or None.
 
     Keys in other sections must match more closely, because other programs have flags with similar
-    names and different meanings: exit_interval is not eval_interval.
+    names and different meanings. For example, exit_interval does not mean eval_interval.
     """
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}
@@ -452,7 +452,7 @@ def _set_batch(line: CommandLine) -> None:
 def _set_maxtext_batch(line: CommandLine) -> None:
     """Set the batch size and the microbatches from MaxText's flags.
 
-    MaxText multiplies per_device_batch_size by the number of all devices, even if devices share
+    MaxText multiplies per_device_batch_size by the total number of devices, even if devices share
     rows. With a pipeline, MaxText splits this batch into microbatches, by default one per stage.
     """
     key, later = "train.gradient_accumulation_steps", line.later

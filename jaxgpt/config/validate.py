@@ -9,7 +9,7 @@ from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
-MAX_UNROLLED_LAYERS = 512  # layers compiled one by one; GPT-3 has 96
+MAX_UNROLLED_LAYERS = 512  # limit if layers are not scanned; GPT-3 has 96
 MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 
 
@@ -393,8 +393,8 @@ def describe_batch_size(config: Config, shape: MeshShape) -> str:
     )
 
 
-# Maps keys to their allowed values, and a value to the keys that it uses in the same section. Keys
-# that every value uses are omitted.
+# Maps each key to its allowed values, and each value to the keys of the same section that it uses.
+# Keys that every value uses are omitted.
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
 _SCHEDULES = {
     "cosine": ("min_lr", "lr_decay_iters"),

@@ -32,7 +32,7 @@ def takes_many(kind: Any) -> bool:
 
 
 def convert(kind: Any, words: Sequence[str]) -> Any:
-    """Convert the strings of one setting to its type, which is a value of `settings`.
+    """Convert the strings of one setting to `kind`, its type according to `settings`.
 
     Raises `ValueError` or `KeyError` if the strings do not fit the type.
     """

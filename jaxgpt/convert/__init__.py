@@ -17,8 +17,8 @@ TRANSFORMERS = "hf:"  # prefix for a transformers folder instead of a run direct
 def transformers_folder(given: str, key: str = "") -> Path:
     """Return the path in `hf:FOLDER` or FOLDER, with ~ expanded.
 
-    Raises `UsageError`, with a message that begins with `key`, if the path is invalid or the home
-    directory is unknown.
+    Raises `UsageError` if the path is invalid or the home directory is unknown. The message begins
+    with `key`.
     """
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
@@ -27,8 +27,8 @@ def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
     `out` becomes a run directory with checkpoint 0. Any existing `out` and leftovers of interrupted
-    conversions are deleted first. Raises `UsageError`, with a message that begins with `key`, if
-    the conversion fails.
+    conversions are deleted first. Raises `UsageError` if the conversion fails. The message begins
+    with `key`.
     """
     for left in (out, *out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         shutil.rmtree(left, ignore_errors=True)

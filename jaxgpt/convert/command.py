@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, in_words, train_command
 
-# Maps part of a program's name to the preset with its defaults, or to None if there is none.
+# Maps part of a program's name to the preset with the program's defaults, or to None.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",

@@ -56,9 +56,9 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
 
 
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return a validated model with the given options, by the names of `ModelConfig`'s fields.
+    """Return a validated model. The keys of `options` are field names of `ModelConfig`.
 
-    Raises `UsageError`, with a message that begins with `where`, if the options are invalid.
+    Raises `UsageError` if the options are invalid. The message begins with `where`.
     """
     given = {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
     try:
@@ -159,9 +159,9 @@ def _decoder(
 def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
     """Return model.layers, as the shortest repeating pattern, and model.sliding_window.
 
-    Both are left out if no layer has a sliding window. The pattern is left out if all layers have
-    one. `default` has the type of each layer, for a config.json without layer_types. If it is None,
-    all layers have full attention.
+    Both are left out if no layer has a sliding window. The pattern is also left out if all layers
+    have a sliding window. `default` lists the layer types to use if config.json has no layer_types.
+    None means full attention in all layers.
     """
     n_layer = keys.count("num_hidden_layers")
     default = default or ["full_attention"] * n_layer

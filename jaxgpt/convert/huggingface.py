@@ -34,8 +34,8 @@ def from_hf(
         out: run directory to create.
         block_size: new context length in tokens, for a model with rotary positions. If None, the
             length is unchanged.
-        tokenizer: path that `read_tokenizer` accepts. If None, the folder's tokenizer is used, if
-            it has one.
+        tokenizer: path that `read_tokenizer` accepts. None selects the folder's tokenizer, if there
+            is one.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
     tokenizer or `block_size` does not fit the model, or if `safetensors` or `tokenizers` is needed
@@ -181,9 +181,9 @@ def _write_tokenizer(
 ) -> list[str]:
     """Write a tokenizer.json and its companion files to `folder`. Return the lines to print.
 
-    If the run lacks a tokenizer_config.json, a new one is written. If the run does not use a
-    tokenizer.json, nothing is written, and the returned line reports this. Raises `UsageError` if
-    the `tokenizers` package is needed but not installed, and `OSError` if a file cannot be written.
+    If the run has no tokenizer_config.json, a new one is written. If the run does not use a
+    tokenizer.json, nothing is written, and the returned line says so. Raises `UsageError` if the
+    `tokenizers` package is needed but not installed, and `OSError` if a file cannot be written.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]

@@ -40,7 +40,7 @@ class Slot:
     def to_jaxgpt(self, tensor: np.ndarray) -> np.ndarray:
         """Convert a whole external tensor to the shape of the jaxgpt array at `index`.
 
-        Vocabulary tables are not supported, because the tensor lacks their padding.
+        Vocabulary tables are not supported, because external tensors have no vocabulary padding.
         """
         shape = _part_shape(self.weight, self.ref)
         if self.ref.form == "interleaved":  # rows are (H, 3, K)
@@ -107,9 +107,8 @@ def match_tensors(
 ) -> dict[str, Slot]:
     """Return `slots(table, model)`, checked against the tensors in `found`.
 
-    Raises `UsageError`, with a message that begins with `where`, if a tensor is missing, unknown or
-    has the wrong shape, or if the model is too large for JAX. Also raises whatever `weights`
-    raises.
+    Raises `UsageError` if a tensor is missing, unknown or has the wrong shape, or if the model is
+    too large for JAX. The message begins with `where`. Also raises whatever `weights` raises.
     """
     if model.n_layer > len(found):
         raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")

@@ -46,7 +46,8 @@ HARMLESS_NAMES = {
     "numpy._core.multiarray.scalar",
     "torch.torch_version.TorchVersion",
 }
-# Supported values of Megatron's arguments. The first one is the default. Others raise an error.
+# Supported values of Megatron's arguments. The first value is the default. Other values raise an
+# error.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "layernorm"),  # Megatron-LM, Megatron-DeepSpeed
     "swiglu": (False,),
@@ -68,7 +69,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that is sharded along one dimension over tensor-parallel ranks, or replicated."""
+    """A tensor that is replicated, or sharded along one dimension over tensor-parallel ranks."""
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
@@ -136,10 +137,10 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the checkpoint file of each rank, by (tensor rank, pipeline rank).
 
-    `path` is a checkpoint folder, or a folder of checkpoints with a file that identifies the latest
-    one, which is then used. Raises `UsageError` if the folder is missing, if it has no checkpoint
-    in a supported format, or if the file of any rank is missing. Raises `OSError` if the file that
-    identifies the latest checkpoint cannot be read.
+    `path` is a checkpoint folder, or its parent folder. In a parent folder, a file names the latest
+    checkpoint, which is used. Raises `UsageError` if the folder is missing, if it has no checkpoint
+    in a supported format, or if the file of any rank is missing. Raises `OSError` if this file
+    cannot be read.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -267,9 +268,9 @@ def merged(
 
     The last stage's copy of a tied token embedding is left out.
 
-    Raises `UsageError` if a rank lacks a tensor that tensor rank 0 of its stage has, if num_layers
-    is missing or cannot be split into equal stages, or if a tensor lacks the dimension that is
-    sharded.
+    Raises `UsageError` if a tensor of tensor rank 0 is missing on another rank of the same stage,
+    if num_layers is missing or cannot be split into equal stages, or if a sharded tensor has too
+    few dimensions.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")

@@ -73,8 +73,8 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
             returns True, objects of the class are replaced with `Inert`. Otherwise, the class is an
             error.
 
-    Raises `UsageError` if the file is missing or damaged, if it contains a class that is not
-    harmless, or if torch is missing or too old.
+    Raises `UsageError` if the file is missing or damaged, if `is_harmless` rejects a class, or if
+    torch is missing or too old.
     """
     torch = _torch()
     try:

@@ -233,7 +233,7 @@ def _by_host(job: Job) -> list[Job]:
 
 
 def _by_value(values: Sequence[str], job: Job) -> str:
-    """Return text with each value and its hosts: `0.11.2 on node1, node2, 0.10.2 on node5`."""
+    """Return each value and its hosts as text: `0.11.2 on node1, node2, 0.10.2 on node5`."""
     owners: dict[str, list[str]] = defaultdict(list)
     for value, f in zip(values, job, strict=True):
         owners[value].append(f.host_name)
@@ -242,6 +242,6 @@ def _by_value(values: Sequence[str], job: Job) -> str:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """Return text with the first four distinct names, and how many more there are."""
+    """Return the first four distinct names and the number of other names, as text."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,4 +1,4 @@
-"""Explanations, checks and timings of the collectives over one mesh axis.
+"""Collectives over one mesh axis: explanations, checks and timings.
 
 All groups of devices along the axis run a collective at the same time.
 """
@@ -204,7 +204,7 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 
 
 def pattern(device: Any, position: Any) -> Any:
-    """Return elements of the devices' inputs: float32, from 0 to 1008, with exact sums.
+    """Return elements of the devices' inputs: whole numbers from 0 to 1008, as float32.
 
     `device` and `position` are integers or integer arrays. The result has their broadcast shape.
     """

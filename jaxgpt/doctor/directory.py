@@ -48,8 +48,8 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 def check_writable(directory: Path, option: str = "--out") -> None:
     """Raise `UsageError` if no file can be created in `directory`.
 
-    A directory that does not exist passes if its nearest existing parent is writable. `option` is
-    the name of the setting in the message.
+    If `directory` does not exist, its nearest existing parent is tested. `option` is the name of
+    the setting in the message.
     """
     with scratch_file(directory, option):
         pass
@@ -63,7 +63,7 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
     `UsageError` that names `option` if the file cannot be created.
     """
     parents = (directory, *directory.absolute().parents)
-    # For a folder that is not accessible, os.path.exists returns False, and Path.exists fails.
+    # In an inaccessible folder, os.path.exists returns False, but Path.exists raises an error.
     place = next(folder for folder in parents if os.path.exists(folder))
     try:
         file = tempfile.NamedTemporaryFile(prefix=".jaxgpt-doctor-", dir=place)

@@ -77,9 +77,9 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
     """Return a name for each of this process's devices. Names of GPUs are unique on the host.
 
-    `numbers` are the devices' indices among the visible ones. They may not be unique, because
-    device 0 may be a different device in every process: `visible` (the value of a variable such as
-    CUDA_VISIBLE_DEVICES) or a cgroup may select the devices that a process sees.
+    `numbers` are the devices' indices among the visible ones. These indices may not be unique,
+    because device 0 may be a different device in every process: `visible` (the value of a variable
+    such as CUDA_VISIBLE_DEVICES) or a cgroup may select the devices that a process sees.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]

@@ -68,7 +68,7 @@ def training_check(cluster: ProcessGroup) -> Check:
 
 
 def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Check:
-    """Return the check for `found`, the result of `train_ten_steps` on each process.
+    """Check `found`, the results of `train_ten_steps` on all processes.
 
     The first loss must be within 0.5 nats of ln(256), and the last loss must be more than 0.5 nats
     lower. All processes must report the same losses, and all devices must end with the same

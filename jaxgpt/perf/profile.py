@@ -155,8 +155,8 @@ def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict
     """Return the event totals of one process as a dict, for `summary`. Times are in seconds.
 
     `operations` must contain the name of every event. The dict has the number of `devices` with
-    events, and the total `seconds` and `counts` by event name. `collectives` maps each collective's
-    name to one list per device with the seconds of each execution.
+    events, and the total `seconds` and `counts` by event name. `collectives` maps the name of each
+    collective to a list for every device, with the seconds of each execution.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -178,18 +178,18 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return where the time of a step goes, in seconds per step, as means over the job's devices.
+    """Return a breakdown of the step time, in seconds per step, averaged over the job's devices.
 
     `reports` holds each process's result of `report`, and `operations` must contain the name of
-    every event. The result also contains the arguments `n_steps` and `seconds` (the time per step),
-    as `steps` and `seconds_per_step`, and the number of `processes`.
+    every event. `seconds` is the time per step. The result contains it as `seconds_per_step`. The
+    result also contains `n_steps` as `steps`, and the number of `processes`.
 
     `device_seconds` is the total of all operations, and `categories` the total of each category.
     `operations` is a list of the `ROWS` most expensive operations: dicts with `name`, `category`,
     `source`, `seconds`, `share` (of `device_seconds`) and `count`. `parts` is a list of dicts with
     `category`, `source` and `seconds`. Each covers all operations with the same category and source
-    line. The most expensive come first in both lists. `collective_waiting` is the time that devices
-    spend in collectives beyond the time of the fastest device.
+    line. The most expensive come first in both lists. `collective_waiting` is the time spent in
+    collectives in excess of the fastest device's time.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

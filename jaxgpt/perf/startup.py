@@ -16,8 +16,8 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 
     The dict has the `seconds` of each phase, the `total` seconds since the process started, the
     Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. The phase `job
-    start` is the time from the start of the job to the start of the process, if it is known. Call
-    this at the end of the first step.
+    start` is the time from the start of the job to the start of the process, if known. Call this at
+    the end of the first step.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
@@ -85,7 +85,7 @@ def startup_values(found: dict[str, Any]) -> dict[str, float]:
     """Return the numbers in startup.json as a flat dict for the trackers. Times are in seconds.
 
     Each phase and `total` have the keys NAME_min, NAME_mean, NAME_max and NAME_slowest_rank, with
-    underscores instead of spaces. The other keys are `processes` and, if it is known,
+    underscores instead of spaces. The other keys are `processes` and, if known,
     `job_start_to_first_step`.
     """
     record: dict[str, float] = {"processes": found["processes"]}

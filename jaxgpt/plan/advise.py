@@ -20,10 +20,11 @@ from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-# A layout ranks before a simpler layout if it takes less than this fraction of the time.
+# A layout ranks before a simpler layout only if it takes less than this fraction of the simpler
+# layout's time.
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
-MIN_SLICE = 2048  # tokens; minimum length of a slice of a row along `context`
+MIN_SLICE = 2048  # minimum number of tokens in a `context` slice of a row
 # Settings that the search chooses, in the order in which they are printed.
 CHOSEN = (
     "parallel.sequence_parallel",
@@ -37,7 +38,7 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 
 
 class Advice(NamedTuple):
-    """The best layouts, as compiled, and the number of meshes that were compared."""
+    """The best layouts after compilation, and the number of meshes compared."""
 
     plans: list[Plan]  # best first; empty if no mesh works with the batch size
     n_meshes: int
@@ -46,7 +47,7 @@ class Advice(NamedTuple):
 def search_layouts(
     config: Config, n_devices: int, device: Device, devices_per_host: int, n: int = COMPILED
 ) -> Advice:
-    """Return the `n` best layouts that the model and the batch allow, or fewer if there are fewer.
+    """Return the best layouts for the model and the batch size, at most `n`.
 
     Formulas (`estimate.py`) rank all meshes. Each mesh uses the schedule, number of microbatches
     and remat that fit and are fastest according to the formulas. The best `n` meshes are then
@@ -170,7 +171,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _compile(estimated: Plan) -> Plan:
-    """Compile a layout, with more remat if it does not fit, unless its state alone does not fit."""
+    """Compile a layout, with more remat if needed, unless even the state alone does not fit."""
     memory = dataclasses.replace(estimated.memory, activations_and_temporaries=0)
     plan = dataclasses.replace(estimated, program=Program(memory))
     if not plan.fits:
@@ -188,7 +189,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Yield at most two plans that differ only in `data` and `fsdp`."""
+    """Yield plans, but at most two of those that differ only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)

@@ -71,9 +71,9 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
 def layer_activations(
     config: Config, mesh: MeshShape, tokens: int, stores_scores: bool
 ) -> tuple[int, int]:
-    """Return the bytes that a layer saves for its backward pass, and the bytes that the pass uses.
+    """Return the bytes that a layer saves for its backward pass, and the bytes that this pass uses.
 
-    Both are for one device and a microbatch of `tokens` tokens on this device. They follow equation
+    Both are per device, for a microbatch with `tokens` tokens on each device. They follow equation
     2 of arXiv 2205.05198, without dropout. Only sequence parallelism splits norms and residuals
     over `tensor`.
     """

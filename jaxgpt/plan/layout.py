@@ -1,4 +1,4 @@
-"""Plan of one layout, with the memory and communication of a device and an estimate of the time."""
+"""Plan of one layout: per-device memory and communication, and the estimated step time."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from jaxgpt.runtime.allocator import USABLE
 # plan/README.md compares the resulting estimates with measured speeds.
 MATMUL_EFFICIENCY = 0.7
 MEMORY_EFFICIENCY = 0.85
-# Fraction of the FLOP/s of a large matmul that whole steps reach on a CPU device: 0.38 to 0.52 for
+# Fraction of a large matmul's FLOP/s that whole steps reach on a CPU device: 0.38 to 0.52 for
 # `tiny`, `shakespeare_char_cpu` and `llama-tiny` (two cores of an AMD EPYC, JAX 0.10.2).
 CPU_EFFICIENCY = 0.44
 # Seconds to start a collective, and seconds per hop of its ring. NCCL uses these numbers to choose
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """The largest number of layers in a group, relative to an even division."""
+        """The size of the largest layer group, relative to an even split."""
         groups = layer_groups(self.config, self.mesh)
         return max(groups.sizes) * len(groups.sizes) / groups.n_layers
 
@@ -160,7 +160,7 @@ class Plan:
         return [i // self.devices_per_host for i in range(self.mesh.n_devices)]
 
     def hosts_spanned(self, axes: Sequence[str]) -> int:
-        """Return the largest number of hosts that any group of devices along these axes spans."""
+        """Return the largest number of hosts spanned by a group of devices along these axes."""
         return _hosts_spanned(tuple(axes), tuple(self.mesh.items()), self.devices_per_host)
 
     def is_exposed(self, c: Collective) -> bool:

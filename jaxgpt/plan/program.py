@@ -157,8 +157,8 @@ def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshS
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
     Only the number of replicas changes, so each device stores and sends the same number of bytes.
-    At least two replicas remain, if there were as many. Each replica processes the same number of
-    rows as before.
+    If the layout has two or more replicas, at least two remain. Each replica processes the same
+    number of rows as before.
     """
     axis = replica_axis()
     n = max(1, shape[axis])

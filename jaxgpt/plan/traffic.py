@@ -34,7 +34,7 @@ class Traffic(Collective):
 class Parameter:
     """One device's part of a parameter array, stacked over the layers that the device stores.
 
-    `size` is the number of elements without sharding over `fsdp`.
+    `size` is the number of elements before sharding over `fsdp`.
     """
 
     layers: int  # number of layers that the device stores; 0 if the weight is not part of a layer
@@ -104,7 +104,7 @@ def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
 def expected_traffic(
     config: Config, mesh: MeshShape, devices_per_host: int | None = None
 ) -> tuple[Traffic, ...]:
-    """Return all communication of one step, with the bytes of each device as in `Collective`.
+    """Return all communication of one step, with bytes per device as in `Collective`.
 
     model.vocab_size must be set. See `choose_implementation` for `devices_per_host`.
     """
@@ -160,9 +160,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     """Return the reduction of gradients.
 
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
-    the shards over the other axes. If `tensor` does not split a weight, its gradient is also
-    all-reduced over `tensor` when sequence parallelism is used or the weight is a vocabulary table.
-    Pipeline stages all-reduce the gradients of weights that are not part of a layer.
+    the shards over the other axes. Gradients of weights that `tensor` does not split are also
+    all-reduced over `tensor` with sequence parallelism, and always for vocabulary tables. Pipeline
+    stages all-reduce the gradients of weights that are not part of a layer.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]

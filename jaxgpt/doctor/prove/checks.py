@@ -26,7 +26,8 @@ NVIDIA = "driver_version,clocks.sm,clocks.max.sm,power.limit"
 SMALL_GPT2 = (
     "model.block_size=64", "model.n_layer=2", "train.batch_size=2", "train.dtype=float32", WHOLE,
 )  # fmt: skip
-# Steps per round of `bench step`, and settings, by name. The first two have separate checks.
+# Maps a name to the steps per round of `bench step` and its settings. The first two have separate
+# checks.
 STEPS_ON_GPU = {
     "gpt2": (3, ("--config", "gpt2")),
     "gpt2-xl": (
@@ -321,7 +322,7 @@ def _saved_step(commands: Commands, name: str) -> Path:
 
 
 def _bench(commands: Commands, *words: str, **variables: str) -> dict[str, Any]:
-    """Run a benchmark on one device, and return its JSON."""
+    """Run a benchmark on one device, and return its JSON output."""
     words = (*words, "--mesh", "1,1,1", commands.cache)
     return commands.json("jaxgpt.bench", *words, **_first_gpu(), **variables)
 
