@@ -56,9 +56,8 @@ def as_json(result: Result) -> str:
 
 
 def as_table(result: Result) -> str:
-    """Return a table with a line for each value of the result and of `environment`.
-
-    A line has the name, value, unit and note. If the unit is None, the value is left out.
+    """Return a table with a line for each value of the result and of `environment`. Each line has
+    the name, value, unit and note. If the unit is None, the value is left out.
     """
     result = result | environment()
     width = max(map(len, result))
@@ -74,9 +73,9 @@ def as_table(result: Result) -> str:
 def format_value(value: Any, unit: str = "") -> str:
     """Format a number with an SI prefix and a unit (`74.3 ms`), or each number in a dict or list.
 
-    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers
-    without a unit or with the unit x have no prefix, and text and booleans have no unit. None is
-    shown as `not known`.
+    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers with
+    the unit x or without a unit get no prefix. Text and booleans get no unit. None is shown as `not
+    known`.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())

@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 def run(settings: Sequence[str], batches: int = 40) -> Result:
-    """Time five rounds of `batches` global batches each, after a warm-up.
+    """Time five rounds of loading `batches` global batches, after a warm-up.
 
     `settings` are command-line settings. Raises `UsageError` if a setting is invalid, or if the
     data cannot be read. Also raises whatever `open_job` and `Job.start_jax` raise.

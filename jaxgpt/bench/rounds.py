@@ -41,8 +41,8 @@ class Rounds:
         """Start JAX, compile the step and initialise the state.
 
         Random tokens replace the data if `synthetic` is set or the dataset is missing. The compile
-        cache is empty unless the setting `compile_cache` is changed. Raises the same errors as
-        `vocabulary_size`, `with_vocabulary`, `prepare_run`, `initialize_jax` and `set_up`.
+        cache is empty unless `compile_cache` is set. Raises the same errors as `vocabulary_size`,
+        `with_vocabulary`, `prepare_run`, `initialize_jax` and `set_up`.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -122,9 +122,9 @@ class Rounds:
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return a config with existing data, and a description of the data.
 
-    Random tokens in the job's folder replace the data if `synthetic` is set, or if data.dataset is
-    selected but has no train.bin. The dataset `python` counts as present, because `prepare_run`
-    creates it. All processes call this together. Raises the same errors as `vocabulary_size` and
+    Random tokens in the job's folder replace the data if `synthetic` is set, or if the train.bin of
+    data.dataset is missing. The dataset `python` counts as present, because `prepare_run` creates
+    it. All processes call this together. Raises the same errors as `vocabulary_size` and
     `with_vocabulary`.
     """
     data = config.data

@@ -98,7 +98,7 @@ def steps_per_round(rounds: Rounds) -> int:
 def rates(
     rounds: Rounds, seconds: Sequence[float], products: Sequence[float], size: int
 ) -> dict[str, Any]:
-    """Return the time per step and the rates derived from it, in the format of `measure`.
+    """Return the time per step and the derived rates, in the format of `measure`.
 
     For each round, `seconds` holds the seconds per step, and `products` holds the job's FLOP/s in
     `size` x `size` matmuls. The peak FLOP/s and MFU are None for unknown devices.

@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
 Files and command lines are first converted to lists of strings, such as {"model.n_layer": ["3"]}.
-The key's type in the schema then determines how these strings are converted to a value.
+The strings are then converted to values of the keys' types in the schema.
 """
 
 import ast
@@ -123,7 +123,7 @@ def parse_args(
             Called if `--config` is not given and `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, they are not checked.
-        note: Called with each remark, for example about another program's flags or the computed
+        note: Called with each remark, such as a note about another program's flags or the computed
             batch size. By default, remarks are printed to stderr.
         counts_devices_later: Keep `train.batch_size_per_device` if parallel.mesh contains -1. By
             default, this combination is an error.
@@ -184,9 +184,9 @@ def parse_args(
 def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
     """Return the path and content of the YAML file that a command line overrides.
 
-    If that file is the default preset for another program, the program's settings are added to
-    `line`. Raises `UsageError` if the file is missing or unreadable. If `line` already has
-    problems, an invalid --config is added to them, and no error is raised.
+    If the file is another program's default preset, that program's settings are added to `line`.
+    Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, an
+    invalid --config is added to them, and no error is raised.
     """
     given = line.words
     try:
@@ -237,8 +237,8 @@ def _report(
 
     For commands other than jaxgpt.train, the corrected command has only the settings.
 
-    `wrong` holds an error message for each setting with a wrong value, and `build` raises a
-    `UsageError` if settings contradict each other.
+    `wrong` maps settings with invalid values to error messages. `build` raises `UsageError` if
+    settings contradict each other.
     """
     problems = [*line.problems, *wrong.values()]
     given, left_out = _corrected(line, wrong)
@@ -276,10 +276,10 @@ def train_command(
 ) -> tuple[str, list[str]]:
     """Translate another program's arguments; return the jaxgpt.train command and remarks.
 
-    `config` is the preset to use if the arguments neither select a preset nor show which program
-    they are for. If it is None, no preset is used in this case. `quote` quotes an argument for the
-    shell. Values that contain shell variables, such as $SIZE, are not checked. Arguments that
-    cannot be translated are left out, and a remark lists them.
+    `config` is the preset to use if the arguments neither select a preset nor identify the other
+    program. None means no preset. `quote` quotes an argument for the shell. Values that contain
+    shell variables, such as $SIZE, are not checked. Arguments that cannot be translated are left
+    out, and a remark lists them.
     """
     line = translate(argv, presets(), guesses=False)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -320,7 +320,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     """Return a validated copy of the configuration, with the `data.*` settings in `argv` applied.
 
     A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
-    default. data.accept_changes is also reset, unless `argv` sets it. Raises `UsageError` if `argv`
+    default, and so is data.accept_changes unless `argv` sets it. Raises `UsageError` if `argv`
     contains another setting or a malformed value, or if the result is not valid.
     """
     line = translate(argv, presets())
@@ -342,7 +342,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def checked(config: Config, choices: Choices | None = None) -> Config:
-    """Return the configuration after checking its values as if they came from a command line.
+    """Validate a configuration as if its values came from a command line, and return it.
 
     `parse_args` explains `choices`. Raises `UsageError` if `config` is not a `Config`, if a value
     is malformed or not one of the choices, or if settings contradict each other.

@@ -12,7 +12,7 @@ class Sampling:
     """Options that turn logits into the distribution of the next token.
 
     The options are applied in the order of the fields, as in transformers. `top_p` and `min_p`
-    select from the tokens that the earlier options have kept.
+    apply only to tokens that the earlier options have kept.
     """
 
     temperature: float = 0.0  # divisor of the logits; 0 always takes the most likely token

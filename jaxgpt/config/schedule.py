@@ -26,7 +26,7 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return `steps`, the value of setting `key`, as inclusive (first, last) pairs.
+    """Return `steps`, the value of the setting `key`, as inclusive (first, last) pairs.
 
     Raises `UsageError` unless all pairs are complete and have 1 <= first <= last < 2^31.
     """

@@ -26,7 +26,7 @@ class CommandLine:
     words: dict[str, list[str]] = field(default_factory=dict)  # strings for each `section.key`
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # arguments missing in the corrected command
+    left_out: list[str] = field(default_factory=list)  # arguments left out of the corrected command
     shown: dict[str, str] = field(default_factory=dict)  # argument that set each key
     later: dict[str, list[str]] = field(default_factory=dict)  # values still to be converted
     axes: dict[str, dict[str, str]] = field(default_factory=dict)  # size by mesh axis and flag
@@ -36,7 +36,7 @@ class CommandLine:
     default_words: dict[str, list[str]] = field(default_factory=dict)  # settings in the same case
 
     def put(self, key: str, words: Sequence[str], argument: str) -> None:
-        """Set a key, or leave the argument out if another flag has set a different value."""
+        """Set a key. If another flag has set a different value, leave the argument out."""
         other = self.shown.get(key, "")
         if other and _name(other) != _name(argument) and not _same(self.words[key], words):
             self.leave_out(

@@ -212,8 +212,8 @@ def is_changed(section: Any, key: str) -> bool:
 def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
     """Parse `text`, the value of parallel.mesh, into a mesh shape.
 
-    `n_devices` is the number of devices in the job. If it is None, the shape may contain -1 and is
-    not compared with the devices. Raises `UsageError` if the text is malformed or does not fit the
+    `n_devices` is the job's number of devices. If it is None, the shape may contain -1, and does
+    not have to match the devices. Raises `UsageError` if the text is malformed or does not fit the
     devices.
     """
     try:
@@ -226,8 +226,8 @@ def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that parallel.mesh describes.
 
-    `n_devices` is the number of devices in the job. If it is None, the shape may contain -1 and is
-    not compared with the devices. Raises `UsageError` if parallel.mesh is malformed or does not fit
+    `n_devices` is the job's number of devices. If it is None, the shape may contain -1, and does
+    not have to match the devices. Raises `UsageError` if parallel.mesh is malformed or does not fit
     the devices, the model or other settings.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
@@ -378,7 +378,7 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 
 
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
-    """Return a line that explains the train.batch_size that `with_batch_size` sets.
+    """Return a line that explains how `with_batch_size` computes train.batch_size.
 
     train.batch_size_per_device must be set. Raises `UsageError` like `with_batch_size`.
     """
@@ -406,8 +406,8 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    The choices are optimizer.schedule and the keys in `choices`. The settings that may have no
-    effect are data.end_of_text and the keys that depend on a choice. Also raises `UsageError` if
+    The choices are optimizer.schedule and the keys in `choices`. The check for settings without
+    effect covers data.end_of_text and the keys that depend on a choice. Also raises `UsageError` if
     `given` has both train.batch_size and train.batch_size_per_device. `given` holds the strings for
     each key on the command line.
     """

@@ -62,7 +62,7 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
 def describe(kind: Any) -> str:
     """Return a description of the values that a type from `settings` allows.
 
-    The text is phrased to follow "must be", for example "a finite number".
+    The text can follow "must be", for example "a finite number".
     """
     arguments = typing.get_args(kind)
     if takes_many(kind):

@@ -38,8 +38,8 @@ def from_hf(
             is one.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
-    tokenizer or `block_size` does not fit the model, or if `safetensors` or `tokenizers` is needed
-    but not installed. Also raises whatever `write_weights` raises.
+    tokenizer or `block_size` does not fit the model, or if a required package (`safetensors` or
+    `tokenizers`) is not installed. Also raises whatever `write_weights` raises.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -136,9 +136,9 @@ def to_hf(
         max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
-    family fits the model, or if `safetensors` or `tokenizers` is needed but not installed. Raises
-    `OSError` if a file cannot be written. Also raises whatever `new_folder` and `write_folder`
-    raise.
+    family fits the model, or if a required package (`safetensors` or `tokenizers`) is not
+    installed. Raises `OSError` if a file cannot be written. Also raises whatever `new_folder` and
+    `write_folder` raise.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)
@@ -160,7 +160,7 @@ def to_hf(
 
 
 def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes, by name, of the zero biases to export for a GPT-2 without biases.
+    """Return the shapes (by name) of the zero biases to export for a GPT-2 without biases.
 
     GPT-2 in transformers always has biases. The names have GPT-2's prefix.
     """

@@ -66,8 +66,8 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
     The slots are ordered by jaxgpt array, then by layer. Weights that are not in `table` have no
     slot. `model.vocab_size` must be set.
 
-    Raises `OverflowError` or `TypeError` if the model's dimensions are too large for JAX. Also
-    raises whatever `models.weights.weights` raises.
+    Raises `OverflowError` or `TypeError` if a model dimension is too large for JAX. Also raises
+    whatever `models.weights.weights` raises.
     """
     by_weight: dict[str, list[tuple[str, WeightRef]]] = {}
     for name, ref in table.items():

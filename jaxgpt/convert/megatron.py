@@ -185,8 +185,8 @@ def is_harmless(name: str) -> bool:
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     """Return the arguments in one rank's file, and the tensors as `flat` returns them.
 
-    Arguments are numbers, strings or lists of these. An enum member is replaced with its value, and
-    any other object with None, even inside a list. Raises `UsageError` if the file cannot be read
+    Arguments are numbers, strings or lists of these. Enum members are replaced with their values,
+    and other objects with None, even inside lists. Raises `UsageError` if the file cannot be read
     or is not a supported checkpoint, or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
@@ -225,9 +225,9 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     {} is replaced by the layer number within the pipeline stage. Names that are not in `MEGATRON`
     are kept. Tensors whose names end in _extra_state are left out.
 
-    Raises `UsageError` if the key of a tensor or dictionary is not a short string, or if a
-    dictionary is nested too deeply or appears twice. Shared dictionaries would let a small file
-    expand to an exponential number of tensors.
+    Raises `UsageError` if a key is not a short string, or if a dictionary is nested too deeply or
+    appears twice. Shared dictionaries would let a small file expand to an exponential number of
+    tensors.
     """
     out: dict[str, TorchTensor] = {}
     seen: set[int] = set()

@@ -10,7 +10,7 @@ Form = Literal["same", "transposed", "interleaved"]
 
 
 class WeightRef(NamedTuple):
-    """The jaxgpt weight, or part of a weight, that corresponds to an external tensor."""
+    """The jaxgpt weight (or part of a weight) that corresponds to an external tensor."""
 
     name: str
     form: Form = "same"

@@ -145,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return text for an error message: up to `most` names, and how many more there are."""
+    """Return up to `most` names and the number of other names, as text for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -69,9 +69,9 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
     """Return the object in a torch.save file. Its tensors stay in the mapped file.
 
     Args:
-        is_harmless: takes the full name of a class that is neither a container nor a tensor. If it
-            returns True, objects of the class are replaced with `Inert`. Otherwise, the class is an
-            error.
+        is_harmless: takes the full name of a class that is neither a container nor a tensor. True
+            means that objects of the class are replaced with `Inert`, and False means that the file
+            is rejected.
 
     Raises `UsageError` if the file is missing or damaged, if `is_harmless` rejects a class, or if
     torch is missing or too old.

@@ -30,7 +30,7 @@ REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; a slower collective skips larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
-CHECKED = 4096  # number of elements to compare with NumPy in each result
+CHECKED = 4096  # elements per result to compare with NumPy
 ALL = None  # marks the sum over all devices, instead of one source device
 
 
@@ -214,7 +214,7 @@ def pattern(device: Any, position: Any) -> Any:
 def _check_result(
     mesh: Mesh, axis: str, collective: CollectiveTest, part: int, result: jax.Array
 ) -> None:
-    """Compare up to `CHECKED` evenly spaced elements of each local device's result with NumPy.
+    """Compare each local device's result with NumPy, at up to `CHECKED` evenly spaced elements.
 
     `result` has one row for each device, in the order of the flattened mesh. `part` is the length
     of the whole array divided by the number of devices along the axis. Raises `ArithmeticError` for

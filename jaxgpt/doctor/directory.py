@@ -23,8 +23,9 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
     """Check that all hosts can write to the run directory and see a file that process 0 wrote.
 
     If the directory does not exist, its nearest existing parent is checked. One process per host
-    runs the checks. Returns the worst result of each check in `host_checks`, or a single FAIL if
-    process 0 cannot write. Every process must call this. Raises `OSError` like `host_checks`.
+    runs the checks. Returns each check of `host_checks` with its worst result on any host, or a
+    single FAIL if process 0 cannot write. Every process must call this. Raises `OSError` like
+    `host_checks`.
     """
     path = error = None
     mine: list[Check] = []

@@ -66,7 +66,8 @@ def run_checks(
 
 
 def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> None:
-    """Measure collectives over each mesh axis of size 2 or more, and report each axis in a section.
+    """Measure collectives over each mesh axis of size 2 or more. Report each axis in a separate
+    section.
 
     With a single device, report that there is nothing to measure.
     """
@@ -87,7 +88,7 @@ class Report:
     """The results of all checks so far. Process 0 prints the results.
 
     If an activity exceeds the timeout, for example because a process is stuck in a collective, the
-    report ends with this activity, and the monitor terminates the job.
+    monitor ends the report with this activity and terminates the job.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):

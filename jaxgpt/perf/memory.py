@@ -41,9 +41,9 @@ def host_memory() -> int:
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
     """Raise `UsageError` if a lower bound on a step's memory exceeds the memory of a device.
 
-    No size in `shape` may be -1. No arrays are allocated. On CPUs, the devices share the host's
-    memory. If the platform does not report its memory, it counts as unlimited. Also raises whatever
-    `state_bytes` and `score_bytes` raise.
+    No size in `shape` may be -1. No arrays are allocated. CPU devices share the host's memory.
+    Memory that the platform does not report counts as unlimited. Also raises whatever `state_bytes`
+    and `score_bytes` raise.
     """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"

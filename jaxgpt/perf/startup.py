@@ -39,8 +39,8 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Build the content of startup.json from all processes' reports, given in rank order.
 
     Durations are in seconds, and timestamps are Unix times. `processes` is the number of processes.
-    `total` is a dict of `min`, `mean`, `max` and `slowest_rank`. `phases` has such a dict for each
-    phase that all processes report, and `slowest_phase` is the phase with the largest `max`.
+    `total` is a dict of `min`, `mean`, `max` and `slowest_rank`. `phases` maps each phase that all
+    processes report to such a dict. `slowest_phase` is the phase with the largest `max`.
     `process_start`, `first_step_done`, `compile_cache` and `job_start_to_first_step` describe
     process 0. `job_start_to_first_step` is None unless all processes know the start of the job.
     """

@@ -154,7 +154,7 @@ def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
             a single host.
 
     Raises:
-        UsageError: if the job has several hosts but not the same number of devices on each.
+        UsageError: if the devices cannot be divided equally among several hosts.
     """
     per_host = given or (n_devices if device.memory is None else device.devices_per_host)
     if n_devices > per_host and n_devices % per_host:

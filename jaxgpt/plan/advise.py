@@ -134,7 +134,7 @@ def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[M
 
 
 def _variants(config: Config, mesh: MeshShape) -> Iterator[Config]:
-    """Yield a config for each possible schedule and number of microbatches, simplest first."""
+    """Yield a config for each valid schedule and number of microbatches, simplest first."""
     T, tensor = config.model.block_size, mesh.split_of("splits_heads")
     config = config.replace(
         parallel__mesh=str(mesh),

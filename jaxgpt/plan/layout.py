@@ -173,7 +173,7 @@ class Plan:
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 
     def bytes_sent(self, c: Collective) -> float:
-        """Return the bytes that each device sends if the collective uses a ring."""
+        """Return the bytes that each device sends in a ring implementation of the collective."""
         return ring_bytes(c.kind, c.bytes, math.prod(self.mesh[axis] for axis in c.axes))
 
     def link(self, axes: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ class Memory:
     moments: int
     activations_and_temporaries: int = 0  # everything else at the peak, including the batch
     in_host: int = 0  # the part of parameters, gradients and moments in host memory
-    host_at_once: int = 0  # the part of in_host that is on the device at any one time
+    host_at_once: int = 0  # the part of in_host that is on the device at the same time
 
     @property
     def total(self) -> int:
@@ -65,9 +65,9 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
     float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls are replaced
     by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory. Layers are
-    scanned. For `cpu`, the step is compiled unchanged, except that `with_fewer_replicas` applies.
+    scanned. For `cpu`, only `with_fewer_replicas` changes the step.
 
-    JAX must already simulate as many devices as the mesh has after `with_fewer_replicas`, and
+    JAX must already simulate the devices of the mesh that `with_fewer_replicas` returns, and
     config.model.vocab_size must be set.
 
     Raises:

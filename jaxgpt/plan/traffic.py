@@ -32,7 +32,7 @@ class Traffic(Collective):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One device's part of a parameter array, stacked over the layers that the device stores.
+    """One device's part of a parameter array, stacked over this device's layers.
 
     `size` is the number of elements before sharding over `fsdp`.
     """

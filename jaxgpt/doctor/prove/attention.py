@@ -31,9 +31,9 @@ DOCUMENT = 100  # tokens per document
 def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
     """Compare the bfloat16 kernel that training would choose with XLA's attention in float32.
 
-    Returns the output error, the largest gradient error, and the kernel's name with the reason for
-    its choice. An error is the largest absolute difference from the float32 result, divided by that
-    result's largest absolute value. `settings` override the gpt2 preset. The inputs have shape
+    Returns the output error, the largest gradient error, and the kernel's name with the reason why
+    it was chosen. An error is the largest absolute difference from the float32 result, divided by
+    that result's largest absolute value. `settings` override the gpt2 preset. The inputs have shape
     (2, T, heads, 64), where T is 256 on a CPU and otherwise 1024. Raises `UsageError` if a setting
     is invalid.
     """

@@ -220,7 +220,7 @@ def memory(commands: Commands) -> Iterator[Row]:
 
 
 def profile(commands: Commands) -> Iterator[Row]:
-    """List the most expensive parts of a gpt2 step, with their roofline times if known.
+    """List the most expensive parts of a gpt2 step, with roofline times if these are known.
 
     A part consists of all operations of one category from the same source line. Raises the same
     errors as `Commands.json`.

@@ -53,7 +53,7 @@ def row(
     at_most: float | None = None,
     source: str = "",
 ) -> Row:
-    """Return a row. It has a goal if `at_least` or `at_most` is given; give at most one of them.
+    """Return a row. Its goal, if any, is given by either `at_least` or `at_most`.
 
     If `unit` is "%", the value and the goal are fractions. A value of None or NaN misses the goal.
     `source` is the origin of the goal.
