@@ -39,8 +39,8 @@ def run(
     """Time the compiled step without a change and with each `change`.
 
     `settings` are command-line settings, and `parse_change` describes a change. In each of the
-    `rounds` rounds, every variant runs `steps` steps. If `steps` is None, this takes about 1.5
-    seconds without a change. The job must have a single process.
+    `rounds` rounds, every variant runs `steps` steps. By default, the unchanged step runs for about
+    1.5 seconds per round. The job must have a single process.
 
     Raises `UsageError` if a setting or an option is invalid, if a change has no effect on the step,
     or if the changed step cannot train the same state. Also raises whatever `open_job` and `Rounds`

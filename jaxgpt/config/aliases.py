@@ -66,7 +66,7 @@ KEY_ALIASES = {
 
 # Maps other programs' flags to settings with the same effect. {} stands for the flag's value. These
 # names are not settings, and are replaced in `translate.py`:
-# mesh.AXIS     size of one mesh axis; mesh.rest is the axis of all remaining devices
+# mesh.AXIS     size of one mesh axis; mesh.rest names the axis that gets all remaining devices
 # samples.KEY   value of KEY in sequences instead of steps
 # tokens.KEY    value of KEY in tokens instead of steps
 # later.NAME    value that depends on other settings

@@ -530,9 +530,9 @@ def _value(name: str, words: Sequence[str]) -> Any:
 def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:
     """Return the text of --help: every key with its type, bounds, default and description.
 
-    `prog` is the name of the command. `choices` has the allowed values of keys whose type does not
-    list them. If `group` is a section, the text has only the keys of that section. Otherwise, it
-    has all keys.
+    `prog` is the name of the command. `choices` maps keys to their allowed values, if their types
+    do not list these. If `group` is a section, the text has only the keys of that section.
+    Otherwise, it has all keys.
     """
     sections = {
         name: section

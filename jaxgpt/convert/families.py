@@ -11,7 +11,7 @@ from jaxgpt.convert.names import Table
 from jaxgpt.convert.safetensors import read_json
 
 CONFIG = "config.json"
-# Files that are copied with the weights, so that they can be exported again.
+# Files that are copied with the weights, so that an export can include them.
 COMPANIONS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "chat_template.jinja", "generation_config.json",

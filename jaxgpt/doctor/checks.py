@@ -139,7 +139,7 @@ def check_devices(job: Job) -> Check:
 
 
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
-    """Check that JAX uses all accelerators of every host, each in exactly one process.
+    """Check that JAX uses every accelerator of every host, each in exactly one process.
 
     With JAX_PLATFORMS=cpu, unused accelerators are accepted. On unknown machines, unused
     accelerators are also accepted if an environment variable selects the visible devices.

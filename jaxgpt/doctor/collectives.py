@@ -108,7 +108,7 @@ def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
 
 
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
-    """Return whether an axis crosses hosts, and the peak bandwidth of a device along that axis.
+    """Return whether an axis spans several hosts, and a device's peak bandwidth along this axis.
 
     The peak (bytes/s) is None if `perf.hardware` does not list one for the device.
     """
@@ -128,7 +128,7 @@ def measure_axis(
 ) -> list[Measurement]:
     """Check and time all collectives over one axis, with several array sizes.
 
-    Returns the measurements, by size and then by collective. Every collective runs with the
+    Returns the measurements, ordered by size and then by collective. Every collective runs with the
     smallest array. After `allowed` seconds, no larger array is tried. A collective that failed, or
     took more than `MAX_SECONDS` per call, is not run with larger arrays. `set_activity` is called
     with a description of each measurement before it begins. Every process must call this function.
@@ -261,8 +261,8 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
             f"{format_bytes(first.bytes)}, {bandwidth / 1e9:.3g} GB/s at {format_bytes(last.bytes)}"
         )
         remedy = ""
-        # Compare only large all-reduces, because latency dominates for smaller arrays and data
-        # sheets list peak bandwidths.
+        # Compare only large all-reduces. Data sheets list peak bandwidths, but latency dominates
+        # for smaller arrays.
         is_comparable = last.bytes >= LARGE and collective.name == "all-reduce"
         if peak and is_comparable and bandwidth < peak / 10:
             finding += f", less than {peak / 1e10:.3g} GB/s, a tenth of the data sheet's value"

@@ -41,7 +41,7 @@ class Clock:
     """Seconds that this process has spent on each of the `ACTIVITIES`."""
 
     def __init__(self, began: float | None = None):
-        """Start in the activity `imports` at Unix time `began`, by default the process's start."""
+        """Start in the activity `imports` at Unix time `began` (default: the process's start)."""
         self.began = process_start_time() if began is None else began
         self._activity = "imports"
         self._seconds: dict[str, float] = {}

@@ -24,7 +24,7 @@ _GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(.+?)(?=, (?!dev
 
 @dataclass(frozen=True)
 class Collective:
-    """All operations of one kind over the same mesh axes in one step."""
+    """All collectives of one kind over the same mesh axes in one step."""
 
     kind: str
     axes: tuple[str, ...]  # mesh axes along which the devices of a group differ

@@ -14,10 +14,10 @@ JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ an
 def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
-    The dict has the `seconds` of each phase, the `total` seconds since the process started, the
-    Unix time `process_start`, and `compile_cache`, which is a `str(CacheUse)`. The phase `job
-    start` is the time from the start of the job to the start of the process, if known. Call this at
-    the end of the first step.
+    The dict has the `seconds` of each phase, the `total` seconds since the process started, and the
+    Unix time `process_start`. Its `compile_cache` is a `str(CacheUse)`. The phase `job start` is
+    the time from the start of the job to the start of the process, if known. Call this at the end
+    of the first step.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)

@@ -49,10 +49,10 @@ def search_layouts(
 ) -> Advice:
     """Return the best layouts for the model and the batch size, at most `n`.
 
-    Formulas (`estimate.py`) rank all meshes. Each mesh uses the schedule, number of microbatches
-    and remat that fit and are fastest according to the formulas. The best `n` meshes are then
-    compiled, with more remat if needed, and ranked again. Layouts that fit come first, sorted by
-    step time. However, a simpler layout comes before a layout that is only slightly faster
+    Formulas (`estimate.py`) rank all meshes. For each mesh, the formulas select the fastest
+    combination of schedule, number of microbatches and remat that fits. The best `n` meshes are
+    then compiled, with more remat if needed, and ranked again. Layouts that fit come first, sorted
+    by step time. However, a simpler layout comes before a layout that is only slightly faster
     (`TIE_RATIO`). If step times are unknown, simpler layouts come first. If pure data parallelism
     fits without remat, it always comes first, because it is the simplest to scale. A layout whose
     state alone does not fit is not compiled.
@@ -189,7 +189,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Yield plans, but at most two of those that differ only in `data` and `fsdp`."""
+    """Yield plans, keeping only the first two of those that differ only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)

@@ -66,7 +66,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, its program, and everything known before it runs.
+    """A layout, its program, and everything known before the program runs.
 
     The program is compiled or estimated. It may also have only the size of the state; see
     `is_complete`.
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def host_traffic(self) -> int:
-        """Bytes that are copied between a device and host memory in a step.
+        """Bytes copied between a device and host memory in a step.
 
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update

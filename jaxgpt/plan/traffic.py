@@ -160,9 +160,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     """Return the reduction of gradients.
 
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
-    the shards over the other axes. Gradients of weights that `tensor` does not split are also
-    all-reduced over `tensor` with sequence parallelism, and always for vocabulary tables. Pipeline
-    stages all-reduce the gradients of weights that are not part of a layer.
+    the shards over the other axes. If `tensor` does not split a weight, its gradient is also
+    all-reduced over `tensor` in two cases: for vocabulary tables, and with sequence parallelism.
+    Pipeline stages all-reduce the gradients of weights that are not part of a layer.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
