@@ -140,8 +140,8 @@ def _time_rounds(
 def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     """Compile the step with a change.
 
-    Raises `UsageError` if the change affects the shape or sharding of the state or the batch, or if
-    it does not affect the step.
+    Raises `UsageError` if the change has no effect on the step, or changes the shape or sharding of
+    the state or the batch.
     """
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)

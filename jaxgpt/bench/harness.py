@@ -71,7 +71,7 @@ def as_table(result: Result) -> str:
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """Format a number with an SI prefix and a unit (`74.3 ms`), or each number in a dict or list.
+    """Format a number, or every number in a dict or list, with an SI prefix and a unit (`74.3 ms`).
 
     If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers with
     the unit x or without a unit get no prefix. Text and booleans get no unit. None is shown as `not

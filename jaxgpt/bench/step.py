@@ -132,7 +132,7 @@ def rates(
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
-    """Return a compiled step's memory per device and the highest peak of any process so far, in bytes.
+    """Return a compiled step's memory per device and the highest peak so far, in bytes.
 
     All processes call this together. The peak is None if a process cannot measure it.
     """

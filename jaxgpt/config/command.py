@@ -65,7 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         self.error(text)
 
     def _nearest(self, name: str) -> str | None:
-        """Return the option that an unknown option probably means, or None."""
+        """Return the most similar option to an unknown option, or None if no option is similar."""
         options = [option for option in self._option_string_actions if option.startswith("--")]
         name = name.replace("_", "-")
 

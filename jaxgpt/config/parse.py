@@ -233,9 +233,9 @@ def _error_in(key: str, words: Sequence[str]) -> str:
 def _report(
     prog: str, line: CommandLine, wrong: Mapping[str, str], build: Callable[[Words], Config]
 ) -> list[str]:
-    """Return the lines of an error message that lists all problems and a corrected command.
+    """Return the lines of an error message with all problems and a corrected command.
 
-    For commands other than jaxgpt.train, the corrected command has only the settings.
+    For commands other than jaxgpt.train, only the corrected settings are listed.
 
     `wrong` maps settings with invalid values to error messages. `build` raises `UsageError` if
     settings contradict each other.

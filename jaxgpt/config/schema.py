@@ -321,7 +321,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Parallel layout. It affects speed and memory, but changes results only up to rounding.
+    """Parallel layout. It affects speed and memory, but not results (up to rounding).
 
     There is one exception: with train.batch_size_per_device, the mesh determines the batch size.
     """

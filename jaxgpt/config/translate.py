@@ -1,4 +1,4 @@
-"""Translation of command lines, including those of other programs, to strings for each setting."""
+"""Translation of jaxgpt's and other programs' command lines to strings for each setting."""
 
 import difflib
 import math
@@ -155,7 +155,7 @@ def _guess_key(key: str) -> str | None:
 def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str, str, list[str]]]:
     """Yield (argument as typed, key as typed, key, values) for each argument.
 
-    Malformed arguments are not yielded, but added to the problems of `line`.
+    Malformed arguments are not yielded, but added to `line.problems`.
     """
     words, seen = list(argv), set()
     while words:

@@ -11,7 +11,7 @@ from jaxgpt.cluster.environment import RANK, SIZE
 from jaxgpt.config import UsageError, expand_user
 
 OTHER_FOLDER = "choose another folder with --out"  # appended to errors about --out
-TRANSFORMERS = "hf:"  # prefix for a transformers folder instead of a run directory
+TRANSFORMERS = "hf:"  # marks a transformers folder, not a run directory
 
 
 def transformers_folder(given: str, key: str = "") -> Path:

@@ -42,8 +42,8 @@ _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.
 def command(words: list[str]) -> list[str]:
     """Convert a shell script or a command line to a jaxgpt command, as a list of one string.
 
-    `words` contains the path of a script, a command line as one string, or the words of a command
-    line. Notes about changed or ignored arguments are printed to stderr.
+    `words` holds a script's path, a command line as one string, or the words of a command line.
+    Notes about changed or ignored arguments are printed to stderr.
 
     Raises:
         UsageError: if no program in `PROGRAMS` is called, or if the script cannot be read.

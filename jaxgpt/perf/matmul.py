@@ -15,7 +15,7 @@ MATMUL_SECONDS = 0.15  # target duration of one measurement
 
 
 def matmul_size() -> int:
-    """Return a matrix size whose matmuls come close to the devices' peak speed."""
+    """Return a matrix size at which matmuls come close to the devices' peak speed."""
     return 1024 if jax.default_backend() == "cpu" else 8192
 
 

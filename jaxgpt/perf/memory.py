@@ -78,9 +78,9 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    Only matrices and the token embedding are counted. With parallel.offload=moments, moments are
-    left out, and with parallel.offload=state, the bound is 0. No size in `shape` may be -1. Raises
-    `UsageError` if moments are counted and optimizer.name is unknown.
+    Only matrices and the token embedding are counted. Moments are left out with
+    parallel.offload=moments. The bound is 0 with parallel.offload=state. No size in `shape` may be
+    -1. Raises `UsageError` if moments are counted and optimizer.name is unknown.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
     if offload == "state":

@@ -184,12 +184,12 @@ def summary(
     every event. `seconds` is the time per step. The result contains it as `seconds_per_step`. The
     result also contains `n_steps` as `steps`, and the number of `processes`.
 
-    `device_seconds` is the total of all operations, and `categories` the total of each category.
-    `operations` is a list of the `ROWS` most expensive operations: dicts with `name`, `category`,
-    `source`, `seconds`, `share` (of `device_seconds`) and `count`. `parts` is a list of dicts with
-    `category`, `source` and `seconds`. Each covers all operations with the same category and source
-    line. The most expensive come first in both lists. `collective_waiting` is the time spent in
-    collectives in excess of the fastest device's time.
+    `device_seconds` is the total of all operations, and `categories` holds the total of each
+    category. `operations` is a list of the `ROWS` most expensive operations: dicts with `name`,
+    `category`, `source`, `seconds`, `share` (of `device_seconds`) and `count`. `parts` is a list of
+    dicts with `category`, `source` and `seconds`. Each covers all operations with the same category
+    and source line. The most expensive come first in both lists. `collective_waiting` is the time
+    spent in collectives in excess of the fastest device's time.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

@@ -166,9 +166,9 @@ class Plan:
     def is_exposed(self, c: Collective) -> bool:
         """Return whether computation waits for a collective.
 
-        In a pipeline, it waits for all collectives, because weights are gathered before the loop
-        and gradients are reduced after it. Otherwise, it does not wait for collectives over `data`
-        or `fsdp`.
+        In a pipeline, computation waits for all collectives, because weights are gathered before
+        the loop and gradients are reduced after it. Without a pipeline, computation does not wait
+        for collectives over `data` or `fsdp`.
         """
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 

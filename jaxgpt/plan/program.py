@@ -1,4 +1,4 @@
-"""Memory and collectives of the train step, which is compiled for simulated devices."""
+"""Memory and collectives of the train step, compiled for simulated devices."""
 
 import dataclasses
 import math

@@ -363,7 +363,7 @@ def _history(out: Path) -> list[tuple[float, float]]:
 def _relative_difference(
     found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the largest difference between losses of the same step, relative to `expected`.
+    """Return the largest relative difference between the losses at a step and those in `expected`.
 
     Both arguments have (loss, gradient norm) for the same steps. Raises `ValueError` if they have
     different lengths.
