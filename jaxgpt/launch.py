@@ -105,7 +105,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options and the command, which starts after the first `--`.
 
     Without `--`, the command starts at the first word that is not an option or its value. All
-    options except --print, -h and --help have a value, after `=` or as the next word. If there is
+    options except --print, -h and --help take a value, after `=` or as the next word. If there is
     no command, the second list is empty.
     """
     if "--" in argv:
@@ -121,7 +121,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
     """Return the hosts of the job and the number of processes on each host.
 
-    Raises `UsageError` if the options do not fit the job or each other, if COMMAND is missing, if a
+    Raises `UsageError` if the options contradict the job or each other, if COMMAND is missing, if a
     launcher started this process, or if the host list or an environment variable is invalid.
     """
     launch = find_launch(os.environ)

@@ -132,8 +132,8 @@ class Checkpoints:
         """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
         This first waits for earlier saves, except for the copy of the previous checkpoint from
-        checkpoint.local to the run directory. Then, any existing checkpoint of this step is
-        removed, and the removal of checkpoints that the retention settings do not keep is started.
+        checkpoint.local to the run directory. It then removes any existing checkpoint of this step,
+        and starts removing the checkpoints that the retention settings do not keep.
 
         If this save fails, the next `save`, `restore` or `close` reports it. A failed copy may be
         reported one `save` later. All processes call this together.
@@ -202,7 +202,7 @@ class Checkpoints:
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """Remove the local checkpoints after `step`, which a restart has abandoned.
+        """Remove local checkpoints newer than `step`, because a restart has abandoned them.
 
         Does nothing without checkpoint.local. Errors are ignored. Call this only on process 0.
         """
@@ -396,7 +396,8 @@ def _wait_for_copy(save: Save) -> str:
 
 
 def _first_cause(errors: list[str]) -> str:
-    """Return the cause of a failed save, or "". `errors` has the error of each process, or "".
+    """Return the cause of a failed save, or "". `errors` contains the error message of each
+    process, or "" if it has none.
 
     Processes that waited at Orbax's barriers for the failed process report timeouts.
     """
@@ -512,7 +513,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Silence Orbax, which logs every save, and also every error that it raises.
+    """Silence Orbax, which logs every save and every error that it raises.
 
     This silences the absl and asyncio loggers of the process and one warning, and replaces
     `sys.unraisablehook`.

@@ -51,7 +51,7 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
 
 
 def devices_by_part(sharding: NamedSharding) -> list[list[int]]:
-    """Return a list for each shard, with the devices that hold the shard.
+    """Return, for each shard, a list of the devices that hold it.
 
     Devices are indices into the flattened mesh. The lists are sorted by their first elements.
     """

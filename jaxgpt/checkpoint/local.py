@@ -78,9 +78,9 @@ class LocalFolder:
 
         Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
         run directory ends `log_interval` or more steps before a checkpoint, a restart may have
-        abandoned these steps, so the checkpoint is renamed to STEP.stale. A checkpoint with damaged
-        JSON is not copied, and a log line warns about it. If there is nothing to do, the list is
-        empty. Call this only on process 0.
+        abandoned the checkpoint, so it is renamed to STEP.stale. A checkpoint with damaged JSON is
+        not copied, and a log line warns about it. If there is nothing to do, the list is empty.
+        Call this only on process 0.
 
         Raises:
             UsageError: if a checkpoint cannot be read, copied or renamed, or if its JSON belongs to
@@ -133,7 +133,7 @@ class LocalFolder:
             shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone
             raise
         for older in list_checkpoints(self.directory):
-            if older <= step:  # an older checkpoint is left if it could not be copied
+            if older <= step:  # an older checkpoint remains if copying it failed
                 self.remove(older)
 
     def remove(self, step: int) -> None:

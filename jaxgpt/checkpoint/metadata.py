@@ -100,7 +100,7 @@ def newest_undamaged(
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
     """Return the step of the newest undamaged checkpoint, its JSON, and the errors of newer ones.
 
-    The errors are given by step. Only the JSON of each checkpoint is checked. If there is no
+    The errors are keyed by step. Only the JSON of each checkpoint is checked. If there is no
     checkpoint, the step is None, and the JSON is empty.
 
     Args:

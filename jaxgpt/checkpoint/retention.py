@@ -21,7 +21,7 @@ def kept_steps(
         checkpoint: the retention settings.
         rewinds: also keep the newest checkpoint.keep checkpoints at multiples of
             checkpoint.interval, because rewinds use only these checkpoints.
-        losses: validation losses by step. Steps without a loss are not among the best.
+        losses: validation losses by step. Steps without a loss never count as best.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:

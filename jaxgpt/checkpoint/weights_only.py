@@ -123,7 +123,7 @@ class WeightsReader:
         """Yield the float32 array of a weight in parts.
 
         If the weight is stacked over layers, the items are (layer number from 0, layer). Otherwise,
-        the items are (index of the first row, rows). About `BLOCK_BYTES`, and at least one chunk,
+        the items are (index of the first row, rows). About `BLOCK_BYTES` (but at least one chunk)
         are in memory at a time.
 
         Raises `UsageError` if the array cannot be read, does not have the shape of `weight`, or

@@ -25,14 +25,15 @@ MPI_LAUNCHERS = (
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
-SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port that receives the progress of process 0
+SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port to which process 0 reports its progress
 JOB = "JAXGPT_JOB"  # ID of the attempt
 # Slurm's reserved step IDs for interactive shells, batch scripts and the extern step.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that only some processes may raise. Each of these processes prints it."""
+    """A `UsageError` that only some processes may raise. Every process that raises it prints its
+    message."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def rank_from_env() -> int:
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether the MPI rank in the environment comes from srun and not from an mpiexec."""
+    """Return whether srun, not mpiexec, set the MPI rank in the environment."""
     names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
     rank = next((environ[name] for name in names if name in environ), None)
     size = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS"))
@@ -188,7 +189,7 @@ def check_address(key: str, address: str) -> None:
 
 
 def read_int(environ: Mapping[str, str], key: str | None) -> int | None:
-    """Return the integer in a variable, or None if it is unset or empty, or if `key` is None.
+    """Return a variable's integer, or None if `key` is None or the variable is unset or empty.
 
     Raises `UsageError` if the value is not a whole number.
     """

@@ -30,12 +30,12 @@ PLUGINS = {
 
 
 def accelerator_expected() -> bool:
-    """Return whether JAX should find an accelerator on this host, without importing JAX.
+    """Return whether JAX is expected to find an accelerator on this host; do not import JAX.
 
     If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, an
-    accelerator is expected if a JAX plugin is installed, this host has one of its device files, and
-    the environment does not hide its devices. A plugin that is not in `PLUGINS` may use any of
-    `DEVICE_FILES`.
+    accelerator is expected if a JAX plugin is installed, this host has one of the plugin's device
+    files, and the environment does not hide the devices. A plugin that is not in `PLUGINS` may use
+    any of `DEVICE_FILES`.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
@@ -99,7 +99,7 @@ def is_locked(path: Path) -> bool:
 def raise_open_file_limit(wanted: int) -> int:
     """Let this process open `wanted` files, or as many as the hard limit allows.
 
-    Returns `wanted`, or the hard limit if that is lower. A higher soft limit is not changed.
+    Returns `wanted`, or the hard limit if that is lower. The soft limit is never lowered.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -26,7 +26,7 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
     """Return the hosts of this job and their source (a variable, `--hosts` or `this host`).
 
     The hosts come from the first of these that is set: `file`, PBS_NODEFILE, SLURM_JOB_NODELIST,
-    HOSTFILE. If none is set, this is the only host.
+    HOSTFILE. If none is set, the job has only this host.
 
     In a running job, call this on process 0, because a PBS node file often exists only on the job's
     first host. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
@@ -134,10 +134,10 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 
 
 def reachable_name() -> str:
-    """Return a name or address of this host that other hosts can use.
+    """Return a name or address at which other hosts can reach this host.
 
     This is the host's name, unless it does not resolve or resolves to a loopback address. In that
-    case, it is the address on the route to 10.255.255.255, which is usually the default route. If
+    case, it is this host's address on the route to 10.255.255.255 (usually the default route). If
     there is no such route, the name is returned anyway.
     """
     name = socket.getfqdn()

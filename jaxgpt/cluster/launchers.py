@@ -51,7 +51,7 @@ class ProcessLayout:
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
-# Function that builds the launch command for a layout, up to the command that each process runs.
+# Function that builds the launch command for a layout, excluding the command of the processes.
 # Raises `UsageError` if an environment variable is invalid.
 Launcher = Callable[[ProcessLayout, Mapping[str, str]], list[str]]
 
@@ -127,7 +127,7 @@ def place_processes(
 
 
 def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
-    """Return a layout moved to other hosts of its job, with the same processes per host.
+    """Return `layout` on other hosts of its job, with as many processes per host as before.
 
     `spares` is not updated.
     """
@@ -192,8 +192,8 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[La
 
     On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
     mpiexec that is installed with this Python. In a Slurm job, the launcher is srun unless
-    PBS_NODEFILE or HOSTFILE lists the hosts. Otherwise, it is an mpiexec, which is identified by
-    running it with --version.
+    PBS_NODEFILE or HOSTFILE lists the hosts. Otherwise, the launcher is an mpiexec, identified by
+    the output of its --version.
 
     Raises:
         UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher.

@@ -416,8 +416,8 @@ class Monitor:
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
         """On process 0, let `rank` report the job's first error, then terminate all processes.
 
-        Later errors are ignored. A lost process makes others fail too, so an ordinary error is
-        reported only after `delay` seconds, unless a lost process is noticed in the meantime.
+        Later errors are ignored. Losing a process makes others fail too, so other errors are
+        reported only after `delay` seconds, unless a lost process is detected first.
         """
         self._is_failing = True
         await asyncio.sleep(delay)
@@ -474,7 +474,7 @@ def encode(*message: Any) -> bytes:
 def keep_alive(writer: asyncio.StreamWriter) -> None:
     """Make the kernel close the connection if the peer sends no ACK for `LOST_HOST` seconds.
 
-    On macOS, which lacks some of the options, it may take longer.
+    This may take longer on macOS, which does not support all of these socket options.
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

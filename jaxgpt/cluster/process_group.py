@@ -61,7 +61,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.size > 1:  # even SystemExit, as others still run
+        if error is not None and self.size > 1:  # even for SystemExit: other processes still run
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
         self.monitor.close()  # leave MPI running; it can be initialized only once
@@ -91,7 +91,7 @@ class ProcessGroup:
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """If any process has an error, raise `UsageError` with the lowest rank's error on all.
+        """Raise `UsageError` on all processes if any has an error, with the lowest rank's message.
 
         `error` is this process's message, or None. All processes must call this.
         """

@@ -47,7 +47,7 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """Terminate all MPI processes of the job with `status`, even stopped processes.
+    """Terminate all MPI processes of the job, including stopped processes, with `status`.
 
     Returns only if this is the job's only process, or if MPI is not running. If MPI does not
     terminate the processes within `ANSWER` seconds, this process exits with status 1. stdout and

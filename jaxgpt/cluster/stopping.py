@@ -27,10 +27,11 @@ class TimeLimit(NamedTuple):
 
 
 def margin(seconds: float, save: float, step: float) -> float:
-    """Return how many seconds before the end of a job to stop, so that a checkpoint can be saved.
+    """Return the time in seconds to reserve at the end of a job for saving a checkpoint.
 
-    Up to three steps may have been dispatched, and the processes may agree to stop after the next.
-    A short job still trains for three quarters of its time if 1.5 saves fit into the rest.
+    Up to three steps may have been dispatched, and the processes may agree to stop only after the
+    next step. A short job still trains for three quarters of its time if 1.5 saves fit into the
+    rest.
 
     Args:
         seconds: seconds from the start of the run to the end of the job.
@@ -44,7 +45,8 @@ class StopSignal:
     """Makes all processes stop after the same step, on a signal or at a time limit.
 
     A second Ctrl-C, more than `DEBOUNCE` seconds later, terminates the job with status 130 and
-    without a checkpoint. Other repeated signals have no effect, because schedulers repeat them.
+    without a checkpoint. Repeating any other signal has no effect, because schedulers send some
+    signals repeatedly.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line with the time limit and its source, or why there is no limit.
+        """Return a log line with the time limit and its source, or the reason why there is none.
 
         Call this on process 0, which has the limit.
         """

@@ -194,11 +194,11 @@ class Supervisor:
 async def check_hosts(
     layout: ProcessLayout, launcher: Launcher, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
-    """Kill leftover processes of `job` and probe each host, in parallel.
+    """Kill leftover processes of `job` on each host and probe the hosts, all in parallel.
 
-    A healthy host can write to `directory` and compute on each of its devices. Returns each host's
-    problem by host name; a healthy host has None. Raises `OSError` if the launcher cannot be
-    started. Also raises whatever `launcher` raises.
+    A healthy host can write to `directory` and compute on each of its devices. Returns a dict that
+    maps each host name to the host's problem, or to None if it is healthy. Raises `OSError` if the
+    launcher cannot be started. Also raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}

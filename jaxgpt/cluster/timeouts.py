@@ -17,7 +17,7 @@ ANSWER = 10.0
 SETTLE = 0.5
 # Maximum delay between the first and the last process at the rendezvous.
 START_SKEW = 45.0
-# Time limit for starting, restoring, compiling or saving, even if train.hang_timeout is shorter.
+# Minimum hang timeout while starting, restoring, compiling or saving.
 SLOW_PHASE = 1800.0
 # Time for saving the last checkpoint before a scheduler kills the job. `stopping.margin` adapts it.
 SAVE_MARGIN = 120.0

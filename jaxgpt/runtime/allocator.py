@@ -25,8 +25,8 @@ def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
     malloc keeps blocks smaller than `KEPT_BYTES`, in huge pages if possible. Returns a log line if
-    the user has configured malloc, and an empty list otherwise. With another C library, nothing
-    changes. Call this before XLA starts its threads.
+    the user has configured malloc, and an empty list otherwise. This does nothing with other C
+    libraries. Call this before XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (

@@ -65,7 +65,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
 
 class CacheUse:
-    """Counts the requests and hits of the compile cache since this object was created.
+    """Counts compile-cache requests and hits since this object was created.
 
     `str()` returns `off`, `not used`, `hit` (all programs came from the cache) or `miss`.
     """
@@ -91,7 +91,7 @@ class CacheUse:
 
 
 def _cpu_signature() -> str:
-    """Return a hash (12 hex digits) of the processor type, which XLA's code depends on."""
+    """Return a hash (12 hex digits) of the processor type that XLA generates code for."""
     found = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():  # Linux

@@ -15,8 +15,8 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return the number of devices that each process of a CPU job simulates.
 
     JAX_NUM_CPU_DEVICES takes precedence. By default, the processes share the devices of the mesh
-    equally. If the mesh contains -1, each process simulates as few devices as possible, so that the
-    total number of devices is a multiple of the product of the other axis sizes.
+    equally. If the mesh contains -1, each process simulates the smallest number of
+    devices that makes the total a multiple of the product of the other axis sizes.
 
     Raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid, if a process would need more than
     `MAX_CPU_DEVICES` devices, or if the mesh has no -1 and its devices cannot be divided equally
@@ -55,8 +55,8 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     process sees the same accelerators. On a machine in `MACHINES` with Intel GPUs, this also sets
     ZE_AFFINITY_MASK.
 
-    All processes must call this. Raises `UsageError` on all processes if more processes than
-    accelerators share the accelerators of a host, unless only one accelerator is visible.
+    All processes must call this. Raises `UsageError` on all processes if the processes on a host
+    outnumber the accelerators that they share, unless only one accelerator is visible.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
@@ -93,7 +93,7 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return the job's expected number of devices before JAX starts.
+    """Return the number of devices that the job will have once JAX starts.
 
     This is the product of the axis sizes. If the mesh contains -1, the devices of all processes are
     added up instead. In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-LIMIT = 2  # programs; enough to keep the devices busy, and a run stops soon after a signal
+LIMIT = 2  # programs; keeps the devices busy, but lets a run stop soon after a signal
 
 
 class DispatchLimiter:

@@ -243,7 +243,7 @@ def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return the line about devices and processes in the console header.
+    """Return the console header's line about devices and processes.
 
     `facts` is the result of `initialize_jax`.
     """
