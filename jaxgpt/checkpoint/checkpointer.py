@@ -54,9 +54,9 @@ class Save:
     """A checkpoint that is being written or copied."""
 
     step: int
-    began: float  # `time.perf_counter()` when the save interrupted training
-    stalled: float = 0.0  # duration of the interruption in seconds
-    error: Exception | None = None  # the reason why this process could not start the save
+    began: float  # `time.perf_counter()` when training paused for the save
+    stalled: float = 0.0  # duration of the pause in seconds
+    error: Exception | None = None  # reason why this process failed to start the save
     copy: Future[None] | None = None  # copying to the run directory, on process 0 only
     is_logged: bool = False
 
@@ -135,8 +135,8 @@ class Checkpoints:
         checkpoint.local to the run directory. It then removes any existing checkpoint of this step,
         and starts removing the checkpoints that the retention settings do not keep.
 
-        If this save fails, the next `save`, `restore` or `close` reports it. A failed copy may be
-        reported one `save` later. All processes call this together.
+        If this save fails, the next `save`, `restore` or `close` reports the error. A failed copy
+        may be reported by the second `save` after this one. All processes call this together.
 
         Args:
             step: the step after which `tree` was computed.
@@ -236,7 +236,7 @@ class Checkpoints:
         if self._orbax is None:
             silence_orbax()
             handler = ocp.CompositeCheckpointHandler(
-                # Compression would take longer than writing and reduce the size by only 8 to 9%.
+                # Compression would take longer than writing, and save only 8 to 9% of the space.
                 state=ocp.PyTreeCheckpointHandler(use_compression=False),
                 meta=ocp.JsonCheckpointHandler(),
             )

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxgpt.parallel.offload import to_device
 
 CHUNK_ELEMENTS = 2**19  # number of hashes in memory at a time
-HOST_CHUNK_ELEMENTS = 2**16  # limit on the host, so that a chunk fits in a core's cache
+HOST_CHUNK_ELEMENTS = 2**16  # smaller limit on the host, so that a chunk fits in a core's cache
 
 
 def checksums(tree: Any) -> dict[str, int]:

@@ -130,7 +130,7 @@ def newest_undamaged(
 
 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the JSON of the checkpoints in a run directory, by step.
+    """Return the JSON of each checkpoint in a run directory, keyed by step.
 
     Checkpoints with damaged JSON are left out. Raises `UsageError` if the JSON of a checkpoint is
     temporarily unreadable or belongs to another step.
@@ -187,7 +187,7 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
 
 
 def remove_temporary(checkpoints: Path) -> None:
-    """Remove the leftovers of interrupted saves and removals from a folder of checkpoints."""
+    """Remove the remains of interrupted saves and removals from a checkpoint folder."""
     for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
         shutil.rmtree(scratch, ignore_errors=True)  # leftovers only waste space
 

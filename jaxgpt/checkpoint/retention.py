@@ -41,7 +41,7 @@ def steps_to_remove(directory: Path, config: Config, saved: Sequence[int]) -> Co
     """
     checkpoint, losses = config.checkpoint, {}
     if checkpoint.keep_best:
-        with contextlib.suppress(OSError):  # without the file, no losses are known
+        with contextlib.suppress(OSError):  # the losses are unknown without the file
             records = read_records(directory / METRICS, "eval")
             losses = {r["step"]: r["val_loss"] for r in records if r["val_loss"] is not None}
     rewinds = config.spike.action == "rewind"

@@ -1,4 +1,4 @@
-"""Parameter-only checkpoints, written and read in parts so that they do not have to fit in memory.
+"""Parameter-only checkpoints, written and read in parts that fit in memory.
 
 `checkpointer.restore_params` restores these checkpoints onto any mesh. Orbax can only write arrays
 that are in memory, so Orbax writes only the tree of names, and TensorStore writes the arrays.

@@ -30,7 +30,7 @@ PLUGINS = {
 
 
 def accelerator_expected() -> bool:
-    """Return whether JAX is expected to find an accelerator on this host; do not import JAX.
+    """Return whether JAX is expected to find an accelerator on this host. This does not import JAX.
 
     If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, an
     accelerator is expected if a JAX plugin is installed, this host has one of the plugin's device

@@ -85,7 +85,7 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
-        self.stalled = 0.0  # seconds for which the OS did not run this process
+        self.stalled = 0.0  # time in seconds during which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
         self.advice = ""  # appended to the hang report
         self._limit = limit
@@ -138,7 +138,7 @@ class Monitor:
         return self._gathered.get()
 
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
-        """Report that `activity` is starting.
+        """Report the start of `activity`.
 
         With a `HangLimit`, the job ends with status 70 if the activity takes longer than both the
         limit and `min_seconds`. All processes must report the same activities in the same order.
@@ -381,7 +381,7 @@ class Monitor:
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up the delays of this thread's wake-ups."""
+        """Add up how late this thread wakes up."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -414,7 +414,7 @@ class Monitor:
         end_process(self._report[1])
 
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
-        """On process 0, let `rank` report the job's first error, then terminate all processes.
+        """On process 0, ask `rank` to report the job's first error, then terminate all processes.
 
         Later errors are ignored. Losing a process makes others fail too, so other errors are
         reported only after `delay` seconds, unless a lost process is detected first.
@@ -513,9 +513,9 @@ def hang_sentence(
 ) -> str:
     """Return a sentence about the hanging and the waiting processes, with their activities.
 
-    The `silent` ranks hang. If there are none, the processes that are furthest behind hang.
-    Their activity is taken from the lowest rank. `known` maps ranks to their progress, if known.
-    `hosts` has the host name of each rank; if it is empty, no hosts are named.
+    The `silent` ranks are reported as hanging or, if there are none, the processes that are
+    furthest behind, with the activity of the lowest such rank. `known` maps ranks to their
+    progress, if known. `hosts` has the host name of each rank; if it is empty, no hosts are named.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))

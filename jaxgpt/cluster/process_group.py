@@ -120,8 +120,8 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 def own_host(group: ProcessGroup) -> str:
     """Return a name or address at which all processes can reach this host.
 
-    Call this only on process 0. Returns 127.0.0.1 if all processes run on this host. In other
-    jobs, JAXGPT_COORDINATOR overrides the detected name.
+    Call this only on process 0. Returns 127.0.0.1 if all processes run on this host. In a job on
+    several hosts, JAXGPT_COORDINATOR overrides the detected name.
     """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 

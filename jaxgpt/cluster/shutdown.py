@@ -1,4 +1,4 @@
-"""Terminating all processes of a job, with an exit status that job scripts can act on."""
+"""Terminating all processes of a job with exit statuses for job scripts."""
 
 import contextlib
 import faulthandler

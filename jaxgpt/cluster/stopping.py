@@ -30,8 +30,8 @@ def margin(seconds: float, save: float, step: float) -> float:
     """Return the time in seconds to reserve at the end of a job for saving a checkpoint.
 
     Up to three steps may have been dispatched, and the processes may agree to stop only after the
-    next step. A short job still trains for three quarters of its time if 1.5 saves fit into the
-    rest.
+    next step. Even a short job trains for three quarters of its time if 1.5 saves fit into the last
+    quarter.
 
     Args:
         seconds: seconds from the start of the run to the end of the job.

@@ -88,7 +88,7 @@ class Supervisor:
             if progress is not None:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved = True, progress["saved"]
-            # After training has started, BAD_USAGE indicates a bad disk or device, not bad input.
+            # Once training has started, BAD_USAGE means a failed disk or device, not bad input.
             if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
             if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
@@ -216,7 +216,7 @@ async def check_hosts(
 
 
 async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Run a probe. Return the reason why it failed, or None if it succeeded.
+    """Run a probe. Return the reason for its failure, or None if it succeeded.
 
     A probe that takes more than `SLOW_DISK` seconds is killed and counts as failed.
     """

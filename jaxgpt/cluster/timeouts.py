@@ -12,8 +12,9 @@ LOST_HOST = 60.0
 # a process, a network file system to show a new file on other hosts, or a tracker to write its last
 # records.
 ANSWER = 10.0
-# Delay before reporting an error, so that its cause is noticed first. If a process is killed,
-# its connection closes at once, but collectives on other processes fail milliseconds later.
+# Delay before reporting an error, so that a lost process that caused it is detected first. If a
+# process is killed, its connection closes at once, but collectives on other processes fail
+# milliseconds later.
 SETTLE = 0.5
 # Maximum delay between the first and the last process at the rendezvous.
 START_SKEW = 45.0

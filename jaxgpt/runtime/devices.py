@@ -60,7 +60,7 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
-    # Do not divide a single visible device, because a device file may stand for several devices.
+    # Do not divide a single visible device, because a device file may represent several devices.
     shares = n_sharing > 1 and len(seen) > 1 and accelerator_expected()
     each = len(seen) // n_sharing
     cluster.raise_if_any(

@@ -184,8 +184,8 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes must stop after `step`.
 
-    Set `requested` if this process has just been asked to stop. The process then sends itself
-    SIGTERM, which JAX catches. Every process must call this for each step. Returns None if
+    Set `requested` if this process has just been asked to stop. It then sends itself SIGTERM, and
+    JAX catches the signal. Every process must call this for each step. Returns None if
     `jax.distributed` is not used, and raises `RuntimeError` if `initialize_jax` has connected the
     processes without `preemption`.
     """
@@ -296,7 +296,7 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
     """Return an IP address at which the other hosts can reach this host.
 
     If all processes are on one host, this may be a loopback address. All processes must call this.
-    Raises `OSError` like `address_towards`.
+    Raises the same `OSError` as `address_towards`.
     """
     # The coordinator's host may resolve its own name to a loopback address. In this case, use the
     # address on the route to another host.

@@ -1,7 +1,7 @@
 """All uses of JAX's private APIs.
 
-Each function documents why it needs a private name, and its fallback if JAX no longer has that
-name. In that case, tests/runtime/test_jax_internals.py fails and reports the function.
+Each function documents why it needs a private name, and what it does if JAX has removed the name.
+In that case, tests/runtime/test_jax_internals.py fails and reports the function.
 """
 
 import functools
@@ -10,8 +10,8 @@ import functools
 def set_gloo_hostname(address: str) -> bool:
     """Make Gloo, the collectives library for CPUs, listen on `address` on this host.
 
-    Call this before JAX creates its first device. Returns True. Reason: Gloo listens on the address
-    that the host name resolves to, and JAX has no setting for it. On Debian, this address is
+    Call this before JAX creates its first device. Returns True. Reason: By default, Gloo listens on
+    the address of the host name, and JAX has no setting to change this. On Debian, this address is
     127.0.1.1, which no other host can reach. Fallback: return False and let Gloo choose the
     address.
     """
