@@ -103,9 +103,9 @@ class Checkpoints:
         `tree` has the arrays to save, or their shapes. All processes call this together.
 
         Raises:
-            UsageError: on every process, if the run directory has too little free space for a
-                checkpoint, if its free space cannot be determined, or if checkpoint.local cannot be
-                written or is not shared by all processes.
+            UsageError: on every process, if the run directory has too little space for a
+                checkpoint, if its free space is unknown, or if checkpoint.local cannot be written
+                or is not shared by all processes.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -399,7 +399,7 @@ def _first_cause(errors: list[str]) -> str:
     """Return the cause of a failed save, or "". `errors` contains the error message of each
     process, or "" if it has none.
 
-    Processes that waited at Orbax's barriers for the failed process report timeouts.
+    Processes that waited for the failed process at Orbax's barriers report timeouts.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
@@ -417,7 +417,7 @@ def restore_params(
 ) -> Params:
     """Return only the parameters of a checkpoint, with the shardings of `shapes`.
 
-    All processes whose devices hold the parameters call this together. This writes nothing, so a
+    Every process with a device that holds parameters must call this. This writes nothing, so a
     run may be training in `directory` at the same time.
 
     Args:

@@ -1,7 +1,7 @@
 """Mesh-independent checksums of arrays.
 
 The devices compute checksums before a checkpoint is written and after it is read. A mismatch means
-that the data was changed on disk or in transit.
+that the data has changed on disk or in transit.
 """
 
 import functools

@@ -79,7 +79,7 @@ class LocalFolder:
         Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
         run directory ends `log_interval` or more steps before a checkpoint, a restart may have
         abandoned the checkpoint, so it is renamed to STEP.stale. A checkpoint with damaged JSON is
-        not copied, and a log line warns about it. If there is nothing to do, the list is empty.
+        not copied, and a log line reports the damage. If there is nothing to do, the list is empty.
         Call this only on process 0.
 
         Raises:

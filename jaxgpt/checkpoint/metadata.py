@@ -204,7 +204,7 @@ def _hash(meta: Mapping[str, Any]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return a short description of an error.
 
-    If the error has an errno, this is the system's message for the errno. Otherwise, it is the
+    This is the system's message for the error's errno, if it has one. Otherwise, it is the
     first 200 characters of the error's message, or its type if the message is empty.
     """
     if number := os_error(error):

@@ -79,7 +79,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def rank_from_env() -> int:
-    """Return this process's rank from its environment, or 0 if the environment is invalid."""
+    """Return this process's rank from the environment, or 0 if its variables are invalid."""
     try:
         return find_launch(os.environ).rank
     except UsageError:
@@ -102,7 +102,7 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     """Identify a process that srun started, without using MPI.
 
     JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
-    arbitrary distribution. By default, process 0 is assumed to run on the step's first host. Its
+    arbitrary distribution. By default, the step's first host is assumed to run process 0. Its
     port is below the ephemeral range and is derived from the job and step IDs. Raises `UsageError`
     if a variable is invalid, if the rank or the number of tasks is missing, or if they contradict
     each other.

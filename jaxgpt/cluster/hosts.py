@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxgpt.config import UsageError
 
-# Host name -> slots, the maximum number of processes; None if no host file sets it.
+# Host name -> slots, the maximum number of processes; None if no host file sets the slots.
 Hosts = dict[str, int | None]
 
 HOST_FILES = ("PBS_NODEFILE", "HOSTFILE")
@@ -88,7 +88,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
     """
     names: list[str] = []
     for word in re.split(r",(?![^\[]*\])", text.strip()):
-        # Even indices hold text outside brackets; odd indices hold the ranges inside.
+        # Text outside brackets has even indices, and the ranges inside have odd indices.
         parts = re.split(r"\[([^\[\]]*)\]", word)
         choices = [_numbers(p) if i % 2 else [p] for i, p in enumerate(parts)]
         expanded = ["".join(choice) for choice in itertools.product(*choices)]

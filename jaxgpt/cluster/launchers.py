@@ -138,7 +138,7 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
 
 
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return a text line for each host, with its ranks and their devices.
+    """Return one line of text per host, with its ranks and their devices.
 
     The devices are taken from the environment, the known machine or this host. All hosts are
     assumed to have the same devices.
@@ -167,7 +167,7 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
 
 
 def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the default number of processes per host, and its reason."""
+    """Return the default number of processes per host, and the reason for it."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     if asked := read_int(environ, "SLURM_NTASKS_PER_NODE"):

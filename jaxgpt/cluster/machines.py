@@ -86,7 +86,8 @@ MACHINES = (
     ),
     # [NERSC] Nodes are named nid001234, as on other Cray machines. They have 4 A100 GPUs (40 GB on
     # most nodes) and 64 cores with 128 threads. [WarpX] uses -c 32 for four tasks, and no GPU
-    # binding, because Slurm would hide the other processes' GPUs, which prevents NVLink transfers.
+    # binding. With GPU binding, Slurm would hide the other processes' GPUs and so prevent NVLink
+    # transfers.
     Machine(
         name="Perlmutter",
         variables={"NERSC_HOST": "^perlmutter$", "SLURM_CLUSTER_NAME": "^perlmutter$"},
@@ -116,7 +117,7 @@ def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
 def high_speed_name(machine: Machine | None, host: str) -> str:
     """Return a host's name on the high-speed network.
 
-    `host` is a short or full name. It is returned unchanged if no high-speed network is known.
+    `host` is a short or full name. If no high-speed network is known, `host` is returned unchanged.
     """
     if machine is None or machine.high_speed_suffix is None:
         return host

@@ -1,7 +1,7 @@
 """Thread that connects a process to its job and detects failures and hangs.
 
 Each process other than process 0 has a TCP connection to process 0. The thread serves this
-connection, so a process still answers while its main thread compiles for an hour. Each message is
+connection, so a process answers even while its main thread compiles for an hour. Each message is
 one line of JSON:
 
     ["beat", number, activity, overdue, words]  Both ways: I am alive and have made this progress.
@@ -13,8 +13,8 @@ one line of JSON:
     ["stacks"]            Both ways: the job hangs, so write the stacks of your threads to a file.
     ["bye"]               Both ways: I am leaving the job without an error.
 
-Process 0 terminates the job if a process reports an error, loses its connection, is silent for too
-long, or makes no progress. The other processes only watch process 0.
+Process 0 terminates the job if a process reports an error, disconnects, is silent for too long, or
+makes no progress. The other processes only watch process 0.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ MAX_LINE = 2**30  # bytes per message
 
 
 class HangLimit(NamedTuple):
-    """Time after which silence or a slow activity counts as a hang."""
+    """Time after which a silent process or a slow activity counts as hanging."""
 
     seconds: float
     setting: str  # the user's setting, such as `train.hang_timeout=30`
@@ -115,8 +115,8 @@ class Monitor:
 
         On process 0, `connection` is a listening socket. On other processes, it is connected to
         process 0. Only process 0 waits for the other processes. If some processes do not connect
-        within `timeout` seconds, process 0 lists them and terminates the job. It also terminates
-        the job if a process has a wrong rank or size. In both cases, the status is 1.
+        within `timeout` seconds, process 0 prints their ranks and terminates the job. It also
+        terminates the job if a process has a wrong rank or size. In both cases, the status is 1.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -408,8 +408,8 @@ class Monitor:
         if self.rank in (1, next(elsewhere, 1)):
             report_and_end(*self._report)
         # Let these processes report first, because the MPI launcher kills the others when a process
-        # exits. If process 0 is lost, a short wait suffices, because all processes notice it at
-        # once.
+        # exits. If process 0 is lost, a short wait is enough, because all processes detect the loss
+        # at once.
         await asyncio.sleep(ANSWER if 0 in self._peers else SETTLE)
         end_process(self._report[1])
 

@@ -137,7 +137,7 @@ def job_exit_handler() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams as /dev/null, so that no other file gets their descriptors."""
+    """Replace closed standard streams by /dev/null, so that no file gets their descriptors."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -55,7 +55,7 @@ class Supervisor:
         # Reported by process 0 of the current attempt.
         self._job = ""
         self._progress: dict | None = None  # newest message from `SupervisorLink`
-        self._is_ending = False  # whether the run is over and its processes are exiting
+        self._is_ending = False  # whether the run has ended and its processes are exiting
         self._gone: float | None = None  # when process 0 disconnected
 
     def run(self) -> int:
@@ -160,7 +160,7 @@ class Supervisor:
             self._gone = time.monotonic()
 
     async def _wait(self, seconds: float) -> None:
-        """Wait for `seconds`, or until the job is asked to stop."""
+        """Wait for `seconds`, or less if the job is asked to stop."""
         await asyncio.wait([asyncio.create_task(self._asked_to_stop.wait())], timeout=seconds)
 
     async def _choose_hosts(self, directory: str) -> bool:

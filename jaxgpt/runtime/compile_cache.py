@@ -24,7 +24,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
     A multi-process CPU job locks the subfolder until `cluster` closes. A job that has the lock and
     runs on one host compiles only on process 0. A job that cannot get the lock, for example because
-    another job has the lock, only reads the cache.
+    another job holds it, only reads the cache.
     """
     import jax
 
@@ -122,7 +122,7 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group closes. Return "", or the reason for the failure."""
+    """Lock the folder until the group closes. Return the reason for a failure, else ""."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:

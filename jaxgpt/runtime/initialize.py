@@ -69,7 +69,7 @@ def initialize_jax(
 
     Raises:
         PeerLost: if the coordinator cannot be reached.
-        OSError: if the name of another host does not resolve, or there is no route to it.
+        OSError: if another host's name does not resolve, or if there is no route to that host.
         RuntimeError: if `jax.distributed` cannot connect the processes.
         UsageError: if the devices do not start, if accelerators are expected but JAX finds only
             CPUs, if there are more processes than accelerators, or if an environment variable is
