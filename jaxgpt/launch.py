@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
         layout = make_layout(arguments, command)
-        if not arguments.print:  # before Open MPI's command line lists the variables
+        if not arguments.print:  # set before Open MPI's command line lists variables
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
         launcher, name = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):

@@ -52,7 +52,7 @@ class ProcessGroup:
     machine: Machine | None = None  # None if not in MACHINES
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT  # seconds to wait for other processes at startup
-    notes: tuple[str, ...] = ()  # log lines about problems with a workaround
+    notes: tuple[str, ...] = ()  # log lines about problems that jaxgpt worked around
     monitor: Monitor = field(default_factory=Monitor, compare=False)
     # Connections, locks and other resources, released at the end of the group's `with` block.
     on_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False)
