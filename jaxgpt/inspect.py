@@ -95,10 +95,10 @@ def _look_up(
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
     """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) for a step.
 
-    A record has the `step`, the `row`, the values that `origin` returns and, if there is a loss
-    mask, the number of `targets` that count. `run` is None if there is no run directory. The tokens
-    of all rows are int32 (B, T+1). Their weights are uint8 (B, T+1), or None if there is no loss
-    mask. Notes are remarks and warnings for the user.
+    A record contains `step`, `row`, the values returned by `origin` and, if there is a loss mask,
+    `targets`, the number of targets that count. `run` is None if there is no run directory. The
+    tokens of all rows are int32 (B, T+1). Their weights are uint8 (B, T+1), or None if there is no
+    loss mask. Notes are remarks and warnings for the user.
 
     Raises:
         UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
@@ -260,7 +260,7 @@ def show(
     """Print the records and text of rows, or JSON lines that also contain the token IDs.
 
     If there is no tokenizer, token IDs are printed instead of text, and `text` in JSON is null. For
-    the arguments except `as_json`, see `_look_up`. Raises `UsageError` if the tokenizer needs a
+    all arguments except `as_json`, see `_look_up`. Raises `UsageError` if the tokenizer needs a
     package that is not installed.
     """
 

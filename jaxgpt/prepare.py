@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if an option of `prepare text` is invalid or contradicts another one."""
+    """Raise `UsageError` if an option of `prepare text` is invalid or conflicts with another."""
     if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
         raise UsageError(
             f"--name {arguments.name}: must be a name without a path; give a folder with --out"

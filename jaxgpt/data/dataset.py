@@ -51,7 +51,7 @@ class Dataset:
         return any(tokens.mask is not None for tokens in splits)
 
     def size(self, split: str) -> int:
-        """Return the number of tokens in a split that all sources have, summed over the sources."""
+        """Return the total number of tokens in a split, which every source must have."""
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
@@ -222,10 +222,10 @@ def open_dataset(
 
     Raises:
         UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
-            unreadable or too short for one row of each split, if a source lacks one of the
+            unreadable or too short for one row of each split, if a source does not have all of the
             `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
-            than model.vocab_size, if sources have different tokenizers, or if there are more
-            files than the process may open.
+            than model.vocab_size, if sources have different tokenizers, or if there are more files
+            than the process may open.
     """
     least = model.block_size + 1
     sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))

@@ -78,7 +78,7 @@ def _open(path: Path, meta: dict[str, Any]) -> Tokens:
 
 
 def _open_mask(path: Path, n_tokens: int, meta: dict[str, Any]) -> TokenFile | None:
-    """Open a token file's loss mask, or return None if it has none."""
+    """Open a token file's loss mask, or return None if there is no mask."""
     mask = mask_path(path)
     if not (path.stem in meta.get("targets", {}) if meta else mask.is_file()):
         if mask.is_file():

@@ -93,8 +93,8 @@ class Tokens:
         """Select `size` tokens starting at token `first`.
 
         By default, all tokens from `first` to the end of the file are selected. `mask` has one byte
-        for each token of the file, which is 1 if the token counts toward the loss as a target, and
-        0 otherwise. Without a mask, all tokens count.
+        for each token of the file: 1 if the token counts toward the loss, 0 if not. Without a mask,
+        all tokens count.
         """
         self.file = file
         self.mask = mask
@@ -120,7 +120,8 @@ class Tokens:
     def read_weights(self, start: int, count: int) -> np.ndarray:
         """Return the loss weights (0 or 1) of `count` tokens, starting at token `start`.
 
-        The weight of a token applies if the token is a target. The result is uint8, shape (count,).
+        Each weight multiplies the loss of predicting its token. The result is uint8, shape
+        (count,).
 
         Raises:
             UsageError: if the mask cannot be read, is too short, or holds a byte other than 0 or 1.

@@ -329,13 +329,13 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             vocab.json and merges.txt).
         end_of_text: the name of the token between documents. By default, a prepared dataset or a
             SentencePiece model defines this token. For other tokenizers, the default is the
-            `eos_token` from tokenizer_config.json in the same folder, or a common name. If the
-            vocabulary lacks these names, the tokenizer has no end-of-text token. `end_of_text` is
-            ignored for `byte`.
+            `eos_token` from tokenizer_config.json in the same folder, or a common name. If none of
+            these names is in the vocabulary, the tokenizer has no end-of-text token. `end_of_text`
+            is ignored for `byte`.
 
     Raises:
-        UsageError: if the tokenizer is missing or invalid, if it lacks the given `end_of_text`, or
-            if a required package is not installed.
+        UsageError: if the tokenizer is missing or invalid, if `end_of_text` is not in its
+            vocabulary, or if a required package is not installed.
     """
     path = Path(path)
     if str(path) == "byte":

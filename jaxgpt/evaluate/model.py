@@ -535,7 +535,7 @@ def is_count(number: object) -> bool:
 def over_texts(
     function: Callable[..., Any], n_texts: int, in_axes: tuple[int | None, ...]
 ) -> Callable[..., Any]:
-    """Return a function that does the same as `jax.vmap(function, in_axes)` for `n_texts` texts.
+    """Return a function equivalent to `jax.vmap(function, in_axes)` for `n_texts` texts.
 
     For one text, the function avoids `vmap`, which is slower.
     """

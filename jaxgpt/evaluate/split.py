@@ -80,7 +80,7 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return the slice of a row's predictions that count. Prediction i is for token i + 1."""
+        """Return a slice of the predictions to count. Prediction i is for token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
@@ -156,7 +156,7 @@ class Split:
 
 
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
-    """Open a split of the data in `trained.config`, or all its tokens if `name` is `ALL`.
+    """Open a split of the data in `trained.config`, or all of the data if `name` is `ALL`.
 
     `stride` is the number of tokens between the starts of rows, by default `trained.block_size`.
 

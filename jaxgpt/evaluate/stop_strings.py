@@ -17,7 +17,8 @@ def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> W
     Args:
         prompt: the prompt.
         text: the text so far, which begins with the prompt.
-        stop: non-empty stop strings. The new text ends before the first one to be completed.
+        stop: non-empty stop strings. The new text ends before the stop string that is completed
+            first.
         is_last: True if no more tokens follow.
     """
     new = text[len(prompt) :]

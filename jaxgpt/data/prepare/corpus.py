@@ -190,7 +190,7 @@ def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
 
 
 def _move_tail(path: Path, tail: Path, start: int) -> None:
-    """Move the end of a file, starting at byte `start`, to the new file `tail`."""
+    """Move the bytes of a file from offset `start` onward to the new file `tail`."""
     with open(path, "r+b") as source, open(tail, "wb") as target:
         source.seek(start)
         shutil.copyfileobj(source, target, 1 << 24)

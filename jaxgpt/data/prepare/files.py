@@ -150,8 +150,9 @@ def read_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, row) for each row of a Parquet file.
 
-    Row numbers start at 1. A row maps the names of columns to values. Only those of the `columns`
-    that the file contains are read. `advance` is called with the number of bytes read.
+    Row numbers start at 1. A row maps the names of columns to values. Only `columns` are read, and
+    columns that the file does not have are ignored. `advance` is called with the number of bytes
+    read.
 
     Raises:
         UsageError: if pyarrow is not installed, if the file cannot be read or its name ends in .gz,

@@ -37,7 +37,7 @@ class LineDocument(NamedTuple):
 
 
 class LineReader:
-    """Reader for the lines or rows of a file. All of them must be of the same kind."""
+    """Reader for the lines or rows of a file. All lines or rows must be of the same kind."""
 
     def __init__(self, format_: LineFormat):
         self._format = format_

@@ -52,9 +52,9 @@ class Part(NamedTuple):
 def parts_folder(directory: Path) -> Iterator[Path]:
     """Yield a folder for the parts of a dataset, and delete it when the block ends.
 
-    If the block raises an exception, completed parts are kept. If there are none, the folder is
-    deleted, and so is a new and empty `directory`. Raises `OSError` if `directory` cannot be
-    written.
+    If the block raises an exception, completed parts are kept. If no part is complete, the folder
+    is deleted. `directory` is also deleted if it is new and empty. Raises `OSError` if `directory`
+    cannot be written.
     """
     is_new = not directory.exists()
     folder = directory / PARTS
@@ -83,7 +83,7 @@ def write_parts(
     folder: Path,
     pool: Executor | None,
 ) -> list[Part]:
-    """Tokenize the files that are not in a part yet, and return all parts in order of the files.
+    """Tokenize the files that have no part yet, and return all parts in file order.
 
     This process and the pool write parts in parallel. A progress bar on standard error appears
     after a delay.

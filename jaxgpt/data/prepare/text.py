@@ -113,8 +113,8 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file.
 
-    Raises `UsageError` if the file cannot be read, is invalid, or lacks a required package or chat
-    template.
+    Raises `UsageError` if the file cannot be read or is invalid, or if a required package or chat
+    template is missing.
     """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):
@@ -127,9 +127,9 @@ def encode_files(
 ) -> Iterator[Encoded]:
     """Yield the tokens of files in order.
 
-    If the tokenizer has an end-of-text token, it is added after each document, except for a
-    document with answers that already ends with this token. In a document with answers, the
-    end-of-text token counts toward the loss only if it follows an answer.
+    If the tokenizer has an end-of-text token, it is added after each document, unless the document
+    has answers and already ends with this token. In a document with answers, the end-of-text token
+    counts toward the loss only if it follows an answer.
 
     Raises:
         UsageError: if a file cannot be read or encoded, or if a document with answers contains the
@@ -178,7 +178,7 @@ def _with_end(encoded: Encoded, end_of_text: int | None) -> Encoded:
 
 
 def _take_batch(chunks: Iterator[TextChunk]) -> Iterator[TextChunk]:
-    """Yield the next chunks, up to the first that brings the total to _BATCH characters."""
+    """Yield chunks until their total length reaches _BATCH characters."""
     size = 0
     while size < _BATCH and (chunk := next(chunks, None)):
         yield chunk

@@ -30,8 +30,8 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved to `directory` when the block ends.
 
     `directory` is created if necessary. meta.json is moved last. If the block fails, the temporary
-    files are deleted, and so is a new and empty `directory`. Raises `OSError` if `directory` cannot
-    be written.
+    files are deleted. `directory` is also deleted if it is new and empty. Raises `OSError` if
+    `directory` cannot be written.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
