@@ -197,7 +197,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
     """Yield the text to print for the output of `samples`, in parts.
 
-    Each part is yielded as soon as all text up to its end is final.
+    A part is yielded once all text up to its end is final.
     """
     number, written = 0, None  # the current sample, and the part of it that has been yielded
     for texts in snapshots:

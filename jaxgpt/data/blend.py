@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
-MIN_BLOCK = 4096  # approximate minimum number of samples in a block
+MIN_BLOCK = 4096  # approximate minimum block size in samples
 MIN_SHARE = Fraction(1, 10**6)  # with this share, a block of 2^21 samples takes seconds to compute
 
 
@@ -117,7 +117,7 @@ class WeightedInterleave:
     `_counts_at` computes the counts directly, so that the blocks on both sides can satisfy the
     bound. Inside a block, the bound gives each sample a range of positions, and samples are
     scheduled earliest deadline first. A block is long enough to contain a sample from every corpus.
-    Otherwise, rounding could make a count decrease within a block.
+    In a shorter block, rounding could make a count decrease.
 
     All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
     (Grain's mix is also O(1), but its counts deviate by up to 1.3 for five corpora and 4.4 for
@@ -189,7 +189,7 @@ class WeightedInterleave:
         return first, before, corpora, numbers
 
     def _boundary(self, number: int) -> tuple[int, list[int]]:
-        """Return the first valid boundary at or after number * block, and the counts there."""
+        """Return the first valid boundary at or after number * block, and the counts at it."""
         start = number * self.block
         for n in range(start, start + self.block // 2):
             counts = self._counts_at(n)
@@ -231,7 +231,7 @@ class WeightedInterleave:
 class Blend:
     """Mapping from sample n to (corpus, source, number of the sample within that source).
 
-    The corpora are interleaved by weight, and so are the sources within each corpus.
+    Corpora, and the sources within each corpus, are interleaved by weight.
     """
 
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):

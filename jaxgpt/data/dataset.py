@@ -135,7 +135,7 @@ class Dataset:
 
 
 def dataset_directory(data: DataConfig) -> Path:
-    """Return data.path, or else the folder of data.dataset, even if it does not exist.
+    """Return data.path or, if it is not set, the folder of data.dataset, which need not exist.
 
     Datasets are in $JAXGPT_DATA, by default ~/.cache/jaxgpt.
     """

@@ -103,7 +103,7 @@ class Loader:
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the number of a row's sequence, counted from 0 over the whole run."""
+        """Return the index of a row's sequence among all sequences of the run, from 0."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:

@@ -10,7 +10,7 @@ PREFIX.bin holds all tokens, one sequence after another. PREFIX.idx is little-en
 
 The format is defined in Megatron-LM's megatron/core/datasets/indexed_dataset.py and in
 Megatron-DeepSpeed's megatron/data/indexed_dataset.py ("mmap"). The arrays are not aligned in the
-file, and NumPy operations copy unaligned arrays whole, so elements are read one by one.
+file. NumPy operations would copy an unaligned array in full, so elements are read one at a time.
 """
 
 import bisect

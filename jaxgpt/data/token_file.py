@@ -1,8 +1,8 @@
 """Token IDs on disk, read on demand.
 
-Files are read with `pread` instead of a memory map, so that a process's memory use does not grow as
-it reads. If a file is truncated, the error message names the file, whereas a memory map would kill
-the process with SIGBUS.
+Files are read with `pread` instead of a memory map, so that memory use does not grow while reading.
+If a file is truncated, the error message names the file, whereas a memory map would kill the
+process with SIGBUS.
 """
 
 import functools
@@ -103,7 +103,7 @@ class Tokens:
         self.size = file.size - first if size is None else size
 
     def part(self, first: int, end: int) -> "Tokens":
-        """Return a view of tokens `first` to `end` - 1 of this part, which shares the open file."""
+        """Return tokens `first` to `end` - 1 of this part as a view that shares the open file."""
         return Tokens(self.file, self.first + first, end - first, self.mask)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -154,7 +154,7 @@ class Tokens:
         )
 
     def sampled_pages(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (offset of the first token, token IDs) for at most `most` evenly spaced pages.
+        """Yield (offset of the first token, token IDs) for up to `most` evenly spaced pages.
 
         A page has `PAGE` bytes, but the last page may be shorter. Offsets count tokens from the
         start of this part of the file. The IDs have the file's dtype and shape (n,). The first page

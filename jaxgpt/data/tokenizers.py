@@ -24,7 +24,7 @@ SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
-_CONTEXT = 128  # number of characters to encode on each side of a split point to verify it
+_CONTEXT = 128  # characters to encode on each side of a split point to verify it
 # `same_tokens` encodes this text, because most tokenizers split it differently.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
@@ -69,7 +69,7 @@ class Tokenizer:
         """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens.
 
         `tokens` has shape (tokens,), and all IDs must be in the vocabulary. With a `FileTokenizer`,
-        an incomplete character counts as U+FFFD, which has 3 bytes.
+        an incomplete character counts as 3 bytes, the size of U+FFFD.
         """
         raise NotImplementedError
 
@@ -270,7 +270,7 @@ class SentencePieceTokenizer(FileTokenizer):
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers appear to produce the same tokens.
 
-    If two tokenizer.json files differ, their vocabularies and their tokens for a test string are
+    If their tokenizer.json files differ, the vocabularies and the tokens of a test string are
     compared. Raises `UsageError` if the `tokenizers` package is needed but not installed.
     """
     if one.to_meta() == other.to_meta():

@@ -184,8 +184,8 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
     """Return the evaluation settings and the losses as a dict.
 
     The top level has the loss of the whole split in nats per token, its perplexity, its bits per
-    byte, and the numbers of tokens and bytes. `corpora` has the same five values for each corpus,
-    by name. `Loss` explains when a value is None, NaN or infinite.
+    byte, and the numbers of tokens and bytes. `corpora` maps each corpus name to the same five
+    values. See `Loss` for when a value is None, NaN or infinite.
     """
 
     def figures(loss: Loss) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Trained:
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
     """Yield the run directory `where`, or a temporary run directory for a transformers model.
 
-    `where` is a transformers model if it is hf:FOLDER, or a folder with a config.json and no
+    A transformers model is given as hf:FOLDER, or as a folder with a config.json and no
     checkpoints. The first process of each host converts the model. All processes must call this.
     Raises `UsageError` if the folder does not exist or cannot be converted, and `OSError` if no
     temporary folder can be created.
@@ -86,7 +86,7 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield the path of a temporary folder that the first process of each host writes.
+    """Yield the path of a temporary folder, written by the first process of each host.
 
     `write` gets the path, which ends with `name`, and must create the folder. The folder is removed
     at the end. Each host has a separate folder, because hosts might not share temporary folders.
@@ -479,8 +479,8 @@ class Model:
     ) -> Iterator[np.ndarray]:
         """Yield generated tokens that continue B prompts: int32 (B, N), N at most `at_once`.
 
-        The caller should stop iterating when every text is complete. For the arguments, see
-        `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
+        Stop iterating once every text is complete. For the arguments, see `stream` and
+        `generate_tokens`. Raises whatever `generate_tokens` raises.
         """
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):

@@ -79,7 +79,7 @@ def prepare_text(
         directory: folder to write the dataset to.
         inputs: files, or folders that contain them.
         tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
-        json_key: keys that hold the text in JSON lines and Parquet files; see `LineFormat.key`.
+        json_key: keys of the text in JSON lines and Parquet files; see `LineFormat.key`.
         chat_template: file with a chat template; by default, the tokenizer's template is used.
         val_share: share of the data to use for validation; if 0 or None, a default in `corpus.py`
             applies. Megatron data is not split.
@@ -148,7 +148,7 @@ def prepare_text(
 
 
 def megatron_name(directory: Path) -> str:
-    """Return a folder's name without the suffix `_KEY_document` of a Megatron prefix."""
+    """Return a folder's name without Megatron's suffix `_KEY_document`."""
     return re.sub(r"_[^_]+_document$", "", directory.name)
 
 

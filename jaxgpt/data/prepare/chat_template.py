@@ -140,7 +140,7 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a special token, which is a string or a dictionary with options."""
+    """Return the text of a special token, given as a string or as a dictionary with options."""
     return token.get("content") if isinstance(token, dict) else token
 
 

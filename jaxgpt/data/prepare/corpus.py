@@ -43,9 +43,9 @@ class Corpus:
         """Return the input files, each with the rule for dividing it into splits.
 
         If `split` is set, no file is divided. Otherwise, if all files are text, their concatenated
-        text is divided at one character, and the characters are counted in parallel by `pool`, if
-        given. In all other cases, a hash of each document's text selects the document's split.
-        Raises `UsageError` if characters are counted and a file is unreadable or not UTF-8.
+        text is divided at one character. If `pool` is given, it counts the characters in parallel.
+        In all other cases, a hash of each document's text selects the document's split. Raises
+        `UsageError` if characters are counted and a file is unreadable or not UTF-8.
         """
         if self.split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -72,7 +72,7 @@ class Prepared(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """Rule for forming the splits of a dataset from the splits of its parts."""
+    """Rule for building a dataset's splits from the splits of its parts."""
 
     joined: dict[str, tuple[str, ...]]  # split -> splits of the parts to concatenate
     cut: float | None  # fraction of "train" to move to "val", or None
@@ -149,7 +149,7 @@ def write_nanogpt(
 
 
 def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
-    """Return the rule for forming the splits of a dataset from its parts.
+    """Return the rule for building a dataset's splits from its parts.
 
     `parts` must contain the tokens of the files that `Corpus.divided` returned.
     """
@@ -181,9 +181,9 @@ def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
 
 
 def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
-    """Return whether the given splits of all parts end with a complete document.
+    """Return whether the last document in the given splits of all parts is complete.
 
-    Returns False if they have no tokens.
+    Returns False if these splits have no tokens.
     """
     ends = [part.ends[split] for part in parts for split in splits if split in part.ends]
     return bool(ends and ends[-1])

@@ -14,7 +14,7 @@ from jaxgpt.config import UsageError, in_words
 TEXT = (".txt", ".text", ".md")
 JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
-_BLOCK = 1 << 16  # number of bytes of a text file to read at a time
+_BLOCK = 1 << 16  # bytes of a text file to read at a time
 
 Advance = Callable[[int], object]  # called with the number of bytes read
 
@@ -35,8 +35,8 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
     folder are sorted by path.
 
     Raises:
-        UsageError: if a path does not exist, a folder has no suitable files, or the name of a
-            file ends in .zst.
+        UsageError: if a path does not exist, a folder has no suitable files, or a file name ends in
+            .zst.
     """
     files = []
     for path in inputs:
@@ -82,7 +82,7 @@ def _belongs(path: Path) -> bool:
 
 
 class _CountingFile(io.FileIO):
-    """A file that reports the number of bytes that it reads."""
+    """A file that reports how many bytes have been read from it."""
 
     def __init__(self, path: Path, advance: Advance):
         super().__init__(path)

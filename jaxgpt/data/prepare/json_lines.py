@@ -54,9 +54,9 @@ class LineReader:
         """Return the document in a line. `where` is the line's location, for error messages.
 
         Raises:
-            UsageError: if the line is not a valid document, matches several kinds, or is of a
-                different kind from the previous lines; if the chat template is missing, invalid or
-                not needed, or rejects the conversation; or if jinja2 is missing or too old.
+            UsageError: if the line is not a valid document, matches several kinds, or differs in
+                kind from the previous lines; if the chat template is missing, invalid or not
+                needed, or rejects the conversation; or if jinja2 is missing or too old.
         """
         try:
             value = json.loads(line)

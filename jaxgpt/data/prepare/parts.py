@@ -1,7 +1,7 @@
 """Parts of a dataset. A part holds the tokens of one large input file or several small files.
 
-Processes write different parts in parallel. The folder of a part appears only when the part is
-complete. If a command is killed, running the command again reuses the completed parts.
+Processes write different parts in parallel. A part's folder appears only when the part is complete.
+If a command is killed, the next run of the same command reuses the completed parts.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ class Workers(NamedTuple):
 
 @contextlib.contextmanager
 def job_workers(threads: int | None) -> Iterator[Workers]:
-    """Connect the processes of a job, so that process 0 can use all other processes as a pool.
+    """Connect the job's processes, so that process 0 can use the others as a pool.
 
     The other processes enter the block after process 0 has left it. If there are several processes,
     an exception in the block terminates the job at once. Each process uses `threads` threads to

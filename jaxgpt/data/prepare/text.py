@@ -21,7 +21,7 @@ _LARGEST = 1 << 26  # approximate maximum number of characters without a split p
 
 
 class TextChunk(NamedTuple):
-    """Text that can be encoded independently of the surrounding text."""
+    """A piece of text that can be encoded without the text around it."""
 
     split: str
     text: str
@@ -160,7 +160,7 @@ def _encode_batch(
 
 
 def _with_end(encoded: Encoded, end_of_text: int | None) -> Encoded:
-    """Append the end-of-text token if there is one and the chunk ends a document."""
+    """Append the end-of-text token, if any, to a chunk that ends a document."""
     chunk, ids, weights = encoded
     if end_of_text is None or not chunk.ends:
         return encoded
