@@ -19,8 +19,7 @@ class BatchSizes:
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:
-        """Return the batch size of a step, which must be at or after the first step in
-        `changes`."""
+        """Return the batch size of a step, which must not be before the first of `changes`."""
         return next(size for first, size in reversed(self.changes) if first <= step)
 
     def consumed(self, step: int) -> int:

@@ -20,7 +20,7 @@ from jaxgpt.config import UsageError
 PAGE = 16384  # bytes
 # Number of pages (64 MiB) to hash and check per split, divided among all sources.
 SAMPLED_PAGES = 4096
-OTHER_FILES = 512  # number of other open files to allow for
+OTHER_FILES = 512  # allowance for other open files
 
 
 def allow_open_files(count: int) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
-IN_FLIGHT = 2  # number of batches in flight while the host reads results
+IN_FLIGHT = 2  # batches in flight while the host reads results
 TOKENS_AT_ONCE = 16  # tokens to generate between checks for stop strings
 
 

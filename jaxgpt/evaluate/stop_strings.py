@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """Text while it is being generated."""
+    """Text that is being generated."""
 
     text: str  # the prompt and the final part of the new text
     is_done: bool

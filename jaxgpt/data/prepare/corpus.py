@@ -126,7 +126,7 @@ def write_nanogpt(
             tokens["train"] = int(whole * (1 - division.cut))
             tokens["val"] = whole - tokens["train"]
         if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
-            shutil.rmtree(folder)  # a new attempt needs other input or another split
+            shutil.rmtree(folder)  # retrying requires different input or another split
             raise UsageError(
                 f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
                 f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"

@@ -202,7 +202,7 @@ def _write_part(
     (scratch / _FACTS).write_text(json.dumps(part[1:]))
     for path in scratch.iterdir():
         with open(path, "rb") as file:
-            os.fsync(file.fileno())  # otherwise, a power failure could leave an incomplete part
+            os.fsync(file.fileno())  # without this, a power failure could leave an incomplete part
     try:
         os.rename(scratch, folder)
     except OSError:

@@ -18,7 +18,7 @@ class Workers(NamedTuple):
     """The role of a process in the job."""
 
     is_main: bool
-    pool: Executor | None  # the other processes; None in a worker, or if there is no pool
+    pool: Executor | None  # the other processes; None in a worker or a single-process job
 
 
 @contextlib.contextmanager

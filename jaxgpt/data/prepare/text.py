@@ -17,7 +17,7 @@ from jaxgpt.data.prepare.json_lines import LineDocument, LineFormat, LineReader
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 _BATCH = 1 << 21  # approximate number of characters to encode in parallel
-_LARGEST = 1 << 26  # approximate maximum number of characters without a split point
+_LARGEST = 1 << 26  # approximate limit on characters without a split point
 
 
 class TextChunk(NamedTuple):
