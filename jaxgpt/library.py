@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -237,8 +237,14 @@ class Trainer:
             _warn(notes)
             return load_weights(folder, step, self.steps, self.cluster)
 
-    def train(self, n_steps: int | None = None) -> list[dict[str, float | None]]:
+    def train(
+        self,
+        n_steps: int | None = None,
+        report: Callable[[dict[str, float | None]], object] | None = None,
+    ) -> list[dict[str, float | None]]:
         """Train the next `n_steps` steps. Return a dict with the `step` and the metrics of each.
+
+        `report`, for example `print`, is called with each dict as soon as its step has finished.
 
         By default, train the remaining steps up to train.max_iters, and return an empty list if
         there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
@@ -271,11 +277,10 @@ class Trainer:
                 self.step = step
                 dispatched.add(scalars["loss"])  # None for a skipped step
                 found.append({"step": step, **scalars})
-        columns = ("step", *STEP_METRICS)
-        return [
-            {name: None if r[name] is None else np.asarray(r[name]).item() for name in columns}
-            for r in jax.device_get(found)
-        ]
+                if report:
+                    found[-1] = _as_floats(found[-1])
+                    report(found[-1])
+        return [_as_floats(record) for record in jax.device_get(found)]
 
     @functools.cached_property
     def _train_step(self) -> Any:
@@ -405,6 +410,11 @@ class Trainer:
         )  # fmt: skip
         self.loader.batch_sizes = self._run.batch_sizes
         self.step, self._folder = step, directory
+
+
+def _as_floats(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return a record whose scalar arrays are replaced with numbers. None stays."""
+    return {name: None if x is None else np.asarray(x).item() for name, x in record.items()}
 
 
 def _warn(notes: Iterable[str]) -> None:

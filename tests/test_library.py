@@ -131,7 +131,9 @@ def test_a_hugging_face_folder_needs_no_prefix(run, tmp_path):
 
 def test_a_trainer_takes_the_steps_of_the_command(command):
     trainer = trainer_on("1,2,1", *SKIP)
-    found = trainer.train(2) + trainer.train()
+    seen = []
+    found = trainer.train(2, report=seen.append) + trainer.train()
+    assert seen == found[:2]
     assert trainer.step == trainer.config.train.max_iters == 6 and trainer.train() == []
     for record, expected in zip(found, records(command), strict=True):
         assert record == {name: expected[name] for name in record}

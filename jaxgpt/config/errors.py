@@ -19,6 +19,10 @@ class UsageError(ValueError):
         # Values may contain line breaks.
         return "\n".join(" ".join(str(line).splitlines()) for line in self.args)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython and Jupyter show instead of a traceback."""
+        return f"UsageError: {self}".splitlines()
+
 
 def expand_user(path: str, key: str = "") -> str:
     """Expand ~ in a path, because shells do not expand it in `key=~/...`.

@@ -511,6 +511,10 @@ class Config:
         """
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the configuration as YAML in IPython and Jupyter."""
+        printer.text(self.to_yaml())
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 

@@ -127,7 +127,8 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 
 def _near_flag(key: str) -> str | None:
     """Return the flag of another program that an unknown key probably means, or None."""
-    return next(iter(difflib.get_close_matches(key, _flags_of_others(), 1, 0.88)), None)
+    flags = _flags_of_others() - {key}
+    return next(iter(difflib.get_close_matches(key, flags, 1, 0.88)), None)
 
 
 def _flags_of_others() -> set[str]:

@@ -184,7 +184,9 @@ def _quote(word: str) -> str:
 def _launcher(words: list[str]) -> str:
     """Return the jaxgpt.launch prefix for the options of another launcher.
 
-    Returns an empty string for a single process, or if the number of processes is unknown.
+    Returns an empty string for a single process. If the script computes the number of processes
+    from unknown values, the prefix has no `-n`, and jaxgpt.launch uses all hosts of the job. A note
+    says so.
     """
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
@@ -194,6 +196,16 @@ def _launcher(words: list[str]) -> str:
         return next((numbers[name] for name in numbers if name in names), None)
 
     total, per_host, hosts = find(TOTAL), find(PER_HOST), find(HOSTS)
+    sizes = TOTAL if total is None else set()
+    if unknown := [
+        f"{name} {value}" for name, value in pairs if name in sizes | HOSTS and "$" in value
+    ]:
+        print(
+            f"note: {', '.join(unknown)}: the value is not known before the job starts, so "
+            "jaxgpt.launch starts processes on all hosts of the job",
+            file=sys.stderr,
+        )
+        return f"python -m jaxgpt.launch{f' -ppn {per_host}' if per_host else ''} -- "
     if total is None and per_host is not None:
         total = per_host * (hosts or 1)
     if total is None or total == 1:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from jaxgpt.cluster.environment import SUPERVISOR
@@ -111,7 +113,7 @@ class Trackers:
             try:
                 getattr(tracker, method)(*arguments)
             except Exception as error:  # an error in a tracker should not stop the run
-                failed = f"warning: {name} failed: {in_words(error).rstrip('.')}"
+                failed = f"warning: {name} failed: {in_words(error).rstrip('.')}{_origin(error)}"
                 if method == "close":
                     self._say(f"{failed}; it is incomplete")
                 elif name not in self._failing:
@@ -121,3 +123,11 @@ class Trackers:
                 if name in self._failing:
                     self._say(f"{name} works again")
                 self._failing.discard(name)
+
+
+def _origin(error: Exception) -> str:
+    """Return the file and line of a programming error, as ` (FILE, line N)`; "" for others."""
+    if isinstance(error, OSError | UsageError):
+        return ""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frame.filename).name}, line {frame.lineno})"

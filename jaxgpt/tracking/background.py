@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from jaxgpt.cluster.timeouts import ANSWER
+from jaxgpt.perf.units import count
 from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
@@ -28,6 +29,7 @@ class BackgroundTracker:
         self._closing = threading.Event()
         self._error: Exception | None = None
         self._has_rewound = False  # since the last training record
+        self._n_lost = 0  # dropped records
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -45,6 +47,7 @@ class BackgroundTracker:
         if record.kind == "goodput" and self._has_rewound:
             return  # the rewind may have dropped the steps of this record
         if self._todo.qsize() >= LIMIT:
+            self._n_lost += 1
             raise TimeoutError(f"it is {LIMIT} records behind")
         self._put("log", record)
 
@@ -56,8 +59,8 @@ class BackgroundTracker:
         """Write the remaining records, and wait for the thread to finish.
 
         A call that is being retried gets one more attempt, and each later call gets one attempt.
-        Raises `TimeoutError` if the thread has not finished after `seconds`, and the tracker's
-        error if its last call failed.
+        Raises `TimeoutError` if the thread has not finished after `seconds`, the tracker's error if
+        its last call failed, and `OSError` if records were lost.
         """
         self._closing.set()
         self._todo.put(("close", ()))
@@ -65,6 +68,8 @@ class BackgroundTracker:
         if self._thread.is_alive():
             raise TimeoutError(f"it has not finished after {seconds:g} s")
         self._check()
+        if self._n_lost:
+            raise OSError(f"it has lost {count(self._n_lost, 'record')}")
 
     def _put(self, method: str, *arguments: Any) -> None:
         self._todo.put((method, arguments))
@@ -84,6 +89,7 @@ class BackgroundTracker:
                     break
                 if is_last:
                     if method == "log":
+                        self._n_lost += 1
                         break
                     return  # after a failed `open` or `rewind`, further calls are unsafe
                 self._closing.wait(PAUSE)

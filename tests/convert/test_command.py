@@ -68,6 +68,27 @@ def test_a_script_is_expanded_but_not_run(tmp_path, capsys, monkeypatch):
     assert config.optimizer.learning_rate == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [
+        (
+            "NHOSTS=$(wc -l < $PBS_NODEFILE)\n"
+            "mpiexec -n $((NHOSTS*12)) -ppn 12 python pretrain_gpt.py --num-layers 2",
+            "python -m jaxgpt.launch -ppn 12 -- ",
+        ),
+        (
+            "srun -n $((NNODES*4)) python pretrain_gpt.py --num-layers 2",
+            "python -m jaxgpt.launch -- ",
+        ),
+        ("torchrun --nnodes=$N --nproc_per_node=4 train.py", "python -m jaxgpt.launch -ppn 4 -- "),
+    ],
+)
+def test_an_unknown_number_of_processes_is_left_to_the_launcher(script, launcher, capsys):
+    line, notes = convert(capsys, script)
+    assert line.startswith(launcher + "python -m jaxgpt.train")
+    assert "is not known before the job starts" in notes
+
+
 def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
     script = tmp_path / "train.sh"
     script.write_text(SCRIPT)
