@@ -95,7 +95,7 @@ class StepBatch(NamedTuple):
 
     step: int
     tokens: np.ndarray  # int32 (B, T+1): token IDs
-    weights: np.ndarray  # uint8 (B, T+1): weight of each token as a target; 0 masks it
+    weights: np.ndarray  # uint8 (B, T+1): loss weight of each target token; 0 masks it
 
 
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
@@ -153,7 +153,7 @@ def load_model(
 
 
 class Trainer:
-    """A training run in Python, without the loop, the logs and the recovery of `jaxgpt.train`.
+    """A training run in Python, without the loop, logging and recovery of `jaxgpt.train`.
 
     With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
     bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
@@ -242,7 +242,7 @@ class Trainer:
         n_steps: int | None = None,
         report: Callable[[dict[str, float | None]], object] | None = None,
     ) -> list[dict[str, float | None]]:
-        """Train the next `n_steps` steps. Return a dict with the `step` and the metrics of each.
+        """Train the next `n_steps` steps. Return a dict for each, with `step` and the metrics.
 
         `report`, for example `print`, is called with each dict as soon as its step has finished.
 
@@ -271,7 +271,7 @@ class Trainer:
                 scalars: dict[str, Any] = {**dict.fromkeys(STEP_METRICS), "lr": lr}
                 if step not in skips:
                     batch = next(loaded)
-                    # Keep the new state at once, because Ctrl-C may follow.
+                    # Store the new state immediately, in case of Ctrl-C.
                     self._state, metrics = train_step(self.state, np.int32(step), lr, batch)
                     scalars = metrics.scalars
                 self.step = step

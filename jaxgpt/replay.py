@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A metric of a repeated step that differs from its record."""
+    """A metric that differs from its record after a step is repeated."""
 
     step: int
     name: str
@@ -200,7 +200,7 @@ def _parts(
         """Return the configuration of the nearest checkpoint with this step's batch size.
 
         Checkpoints at or after the step are preferred. If no checkpoint has this batch size, return
-        the configuration of the nearest checkpoint with a different batch size.
+        the nearest checkpoint's configuration with the batch size changed.
         """
         near = sorted(saved, key=lambda s: (s < step, abs(s - step)))
         configs, size = [saved[s]["config"] for s in near], sizes.at(step)
@@ -221,8 +221,8 @@ def _parts(
 def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
     """Return the distinct `Conditions` of the steps from `before` + 1 to `last` as lists, in order.
 
-    `starts` are the run's `start` records, oldest first. Raises `UsageError` if they do not cover
-    these steps.
+    `starts` are the run's `start` records, oldest first. Raises `UsageError` if the records do not
+    cover these steps.
     """
     by_step = {}
     if not starts or starts[0]["step"] > before:
@@ -237,7 +237,7 @@ def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> lis
 
 
 class Repeater:
-    """Repeats steps of a run, with its data and its train step on a given mesh."""
+    """Repeats steps of a run on a given mesh, with the run's data and train step."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ def compare(
 
     `records` has the format of `records` in `find_stretches`. Steps without a record are not
     compared. If `exact` is True, the metrics must be bitwise equal. Otherwise, they may differ by
-    the tolerances in `COMPARED`. Non-finite metrics are treated as None.
+    up to the tolerances in `COMPARED`. Non-finite metrics are treated as None.
     """
     out = []
     for step, scalars in found.items():

@@ -104,10 +104,10 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 
 
 def plots_text(run: RunFiles, width: int) -> str:
-    """Return a summary of a run and its curves as text that is `width` (at least 31) columns wide.
+    """Return a text summary of a run and its curves, `width` (at least 31) columns wide.
 
-    A nearly constant curve, such as the memory in use, is a line instead of a plot. The newest
-    `LayersRecord`, if any, is plotted against the layers.
+    For a nearly constant curve, such as the memory in use, the range is given instead of a plot.
+    The newest `LayersRecord`, if any, is plotted against the layers.
     """
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
@@ -137,8 +137,8 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if there is no such column for --sort, if a file cannot be written, or if
-    matplotlib is missing for --png. Raises `OSError` if a starts.jsonl cannot be read.
+    Raises `UsageError` if --sort names an unknown column, if a file cannot be written, or if --png
+    is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":
@@ -166,8 +166,8 @@ def rows_text(rows: list[dict[str, Any]], width: int) -> str:
 def goodput_report(run: RunFiles, width: int) -> str:
     """Return the goodput and stragglers of a run as text.
 
-    The goodput is a table that is at most `width` columns wide. Raises `UsageError` if the run has
-    no goodput records.
+    Goodput is shown as a table at most `width` columns wide. Raises `UsageError` if the run has no
+    goodput records.
     """
     if not (goodput := goodput_records(run.records["goodput"])):
         text = f"RUN={run.directory}: its metrics.jsonl has no goodput records"

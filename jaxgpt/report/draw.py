@@ -20,7 +20,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Convert an `OSError` or `ValueError` while a file is written to a `UsageError`.
+    """Convert an `OSError` or `ValueError` from writing a file to a `UsageError`.
 
     `option`, such as `--csv`, is named in the message.
     """
@@ -79,7 +79,7 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
 
 def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the start-up times in the result of `start_rows`, and write the plot to a file.
+    """Plot the start-up times from `start_rows`, and write the plot to a file.
 
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """

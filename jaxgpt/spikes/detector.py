@@ -83,8 +83,8 @@ def detect_and_gate(
 
     `loss` and `grad_norm` are scalars. The third result is a boolean scalar, which is False for
     non-finite steps. With spike.action=skip_update, the third result is also False for spikes. With
-    spike.action=off, every update is applied. The third result is then None, and the detection has
-    the cause `none`.
+    spike.action=off, every update is applied, the third result is None, and the detection has the
+    cause `none`.
     """
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)

@@ -96,7 +96,7 @@ def decide_rewind(
             f"{step}, because there is no checkpoint at or before step {latest}; continue with a "
             "smaller margin or another spike.action"
         )
-    # If the batch size changed after `to`, other steps will now consume the sequences to skip.
+    # If the batch size changed after `to`, different steps will now consume the sequences to skip.
     first = sizes.consumed(max(to, step - settings.skip_before - 1))
     end = sizes.consumed(step + settings.skip_after)
     sizes = sizes.change_after(to, config.train.batch_size)
@@ -111,7 +111,7 @@ def decide_rewind(
 
 
 def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
-    """Return how many of the newest rewinds in a row went back to step `to` or later.
+    """Count the most recent consecutive rewinds to step `to` or later.
 
     `rewinds` is the result of `read_rewinds`. Counting stops at a rewind to an earlier step,
     because the run has made progress since that rewind.
@@ -136,8 +136,8 @@ def pending_rewind(directory: Path) -> dict[str, Any] | None:
 def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl.
 
-    In metrics.jsonl, one record of the rewind replaces these steps. If the file is missing or has
-    no records, nothing is written to it.
+    A single record of the rewind replaces these steps. If metrics.jsonl is missing or has no
+    records, nothing is written to it.
 
     Args:
         directory: the run directory.

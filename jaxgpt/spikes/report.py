@@ -21,7 +21,7 @@ def spike_line(record: dict[str, Any]) -> str:
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
-    """Return the console line about a rewind, given in the format of `read_rewinds`."""
+    """Return the console line about a rewind (in the format of `read_rewinds`)."""
     (first, last), (from_, to) = rewind["dropped"], rewind["skip"]
     return (
         f"rewound to step {rewind['to']} because of the spike at step {rewind['spike']}: steps "
@@ -47,7 +47,7 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def spikes_table(records: list[dict[str, Any]]) -> str:
     """Return a table of the spikes, skips and rewinds in a run's records, sorted by step.
 
-    Without any of these, return `no spikes, skips or rewinds`.
+    If there are none, return `no spikes, skips or rewinds`.
     """
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:

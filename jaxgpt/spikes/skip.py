@@ -40,7 +40,7 @@ def remaining_ranges(
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the parts of `ranges` after `step`, and warnings about steps that were not skipped.
 
-    A range causes a warning if it contains a step up to `step` that is not in `skipped`.
+    A range causes a warning if any of its steps up to `step` is not in `skipped`.
 
     Args:
         ranges: the ranges to skip, as inclusive (first, last) pairs.

@@ -51,7 +51,7 @@ class AppendedFile:
                 self._append(self.waiting[0].encode(errors="replace"))
                 self.waiting.popleft()
         except OSError as error:
-            self.reopen()  # a restarted file server may reject the open file
+            self.reopen()  # a restarted file server may reject the old handle
             n = len(self.waiting)
             lines = f"{n} line{'s are' if n > 1 else ' is'}"
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
@@ -62,14 +62,14 @@ class AppendedFile:
         self.reopen()
 
     def reopen(self) -> None:
-        """Close the file. The next write opens the path again, even if it is now another file."""
+        """Close the file. The next write reopens the path, which may be a new file by then."""
         with self._lock:
             file, self._file = self._file, None
             if file is not None:
                 file.close()
 
     def _append(self, line: bytes) -> None:
-        """Append either the whole line or nothing."""
+        """Append the whole line or nothing."""
         end = self._file.seek(0, io.SEEK_END)
         n = 0
         try:

@@ -33,7 +33,7 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Number of columns of the terminal that shows the output. None if there is no terminal.
+        """Width of the output terminal in columns, or None if there is no terminal.
 
         If mpiexec on this host forwards the output, this is the width of mpiexec's terminal.
         """
@@ -93,7 +93,7 @@ class Console:
             )
 
     def progress(self, step: int, left: str = "") -> None:
-        """Move the progress bar to `step`, and show the text `left` behind it.
+        """Move the progress bar to `step`, and show the text `left` after it.
 
         Does nothing if there is no progress bar.
         """

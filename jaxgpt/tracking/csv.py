@@ -41,7 +41,7 @@ class Csv:
             raise
 
     def _start(self, kind: str, row: Row) -> None:
-        """Add missing columns of `row` to the file for a kind of record, and open the file."""
+        """Add any new columns in `row` to the file for a kind of record, and open the file."""
         if kind in self._files:
             self._files.pop(kind)[0].close()
         path = self._folder / f"{kind}.csv"

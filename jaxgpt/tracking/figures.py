@@ -89,7 +89,8 @@ def legend(
     """Return the legend of the training lines, with one line for each metric and corpus.
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
-    given, the corpora and the metrics that usually do not fit into `width` columns are left out.
+    given, the legend omits the corpora, and any metrics that rarely fit in a training line of that
+    width.
     """
     names = {name: figure.short or name for name, figure in figures.items()}
     if width:
@@ -108,7 +109,7 @@ def legend(
 
 
 def _fitting(parts: Sequence[tuple[int, str]], width: int | None) -> list[str]:
-    """Return the texts of (rank, text) parts, dropping the highest ranks until they fit."""
+    """Return the text of each (rank, text) part, dropping the highest ranks to fit `width`."""
     kept = list(parts)
     droppable = sorted((part for part in parts if part[0] >= 0), key=lambda part: part[0])
     while width and droppable and len(" ".join(text for _, text in kept)) > width:

@@ -165,7 +165,7 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    Damaged lines and the `replaces` record are also dropped, and `record` is appended if given.
+    Damaged lines and the record `replaces` are also dropped. If `record` is given, it is appended.
     Raises `UsageError` if the file cannot be written, and `OSError` if it cannot be read.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]

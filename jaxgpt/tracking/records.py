@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base class of the records of a run. Each kind of record is a subclass."""
+    """Base class of a run's records. Each kind of record is a subclass."""
 
     kind: ClassVar[str]
     step: int
@@ -45,7 +45,7 @@ class TrainRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRecord(Record):
-    """Metrics of each layer, by the number of the layer, every train.layers_every steps."""
+    """Per-layer metrics, keyed by layer number, every train.layers_every steps."""
 
     kind = "layers"
     grad_norm: Mapping[str, float]  # of the gradient before clipping
@@ -134,7 +134,7 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputRecord(Record):
-    """Time spent on each activity since the previous goodput record of the process.
+    """Time spent on each activity since the process's previous goodput record.
 
     Since that record, the process ran steps `after` + 1 to `step`. See
     `train/reporting/goodput.py`.
@@ -182,7 +182,7 @@ class StartupRecord(Record):
     values: Mapping[str, float]
 
 
-# Fields of each kind of record that is read from disk, in the format of `check_shape`.
+# Fields of the records that are read from disk, by kind, in the format of `check_shape`.
 NUMBER = float | None
 ROW_SHAPE = {"row": int, "corpus": str, "offset": int}
 SPIKE_SHAPE = {"cause": str, "loss": NUMBER, "grad_norm": NUMBER, "limit?": NUMBER}

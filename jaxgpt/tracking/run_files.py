@@ -94,7 +94,7 @@ class RunFiles:
     def numbers(self) -> list[dict[str, Any]]:
         """Return the training and evaluation records without nested lists and dicts.
 
-        The key `run` in each record has the name of the run.
+        Each record has the run's name under the key `run`.
         """
         records = [{"run": self.name, **r} for k in ("train", "eval") for r in self.records[k]]
         return [{k: v for k, v in r.items() if not isinstance(v, list | dict)} for r in records]
@@ -122,9 +122,8 @@ class RunFiles:
     def state(self) -> str:
         """Return the state of the run: `running`, `done`, `stopped` (with a checkpoint) or `dead`.
 
-        A locked run is `running`. The lock of a run on another host may be invisible, so a run on
-        another host is also `running` if it wrote to a log in the last `RECENT` seconds and has not
-        ended.
+        A locked run is `running`. Locks may be local to a host, so a run on another host also
+        counts as `running` if it has not ended and wrote to a log in the last `RECENT` seconds.
         """
         lock, goodput = self.directory / ".lock", self.records["goodput"]
         if is_locked(lock):

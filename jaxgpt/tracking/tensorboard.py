@@ -32,7 +32,7 @@ class TensorBoard:
         self.view = f"tensorboard --logdir {self._directory}"
 
     def _open(self) -> None:
-        """Start a new file. The first record does this, because the import is slow."""
+        """Start a new file. This is delayed until the first record, because the import is slow."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 

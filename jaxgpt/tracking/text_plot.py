@@ -11,8 +11,8 @@ def plot_text(steps: np.ndarray, values: np.ndarray, width: int, axis: str = "st
     """Return the lines of a plot, including the limits of both axes.
 
     The plot is `width` columns wide, but at least 31. `steps` (N,) must be increasing, and `values`
-    (N,) must have a finite value. Non-finite values are not drawn. `axis` is the name of the
-    x-axis. A character has 2 x 4 dots.
+    (N,) must contain at least one finite value. Non-finite values are not drawn. `axis` is the name
+    of the x-axis. A character has 2 x 4 dots.
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)

@@ -21,10 +21,10 @@ class Wandb:
     """Writes a W&B run, with its local files in wandb/ in the run directory.
 
     A resumed or rewound run continues the same W&B run, and `resume_from` makes W&B drop the later
-    steps. In offline mode, this happens when `wandb sync` uploads the files. If the process was
+    steps. In offline mode, W&B drops them when `wandb sync` uploads the files. If the process was
     killed, W&B may have lost the last records, so they are logged again from metrics.jsonl.
 
-    W&B accepts values only for its newest step. Some records, such as evaluations, may be about an
+    W&B accepts values only for its newest step. Evaluations and some other records may be about an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
     `open` and `rewind` raise `UsageError` if W&B is online and there is no API key.
@@ -58,7 +58,7 @@ class Wandb:
         if resume_step is not None and self._id_file.exists():
             run_id, n_complete = self._id_file.read_text().split()
             complete = min(int(n_complete), resume_step)
-            # In offline mode, the files of a killed process may lack the start of the W&B run.
+            # In offline mode, a killed process may leave files without the start of the W&B run.
             if complete or base.mode == "online":
                 continued["resume_from"] = f"{run_id}?_step={complete}"
         self._wandb_run = wandb.init(

@@ -120,10 +120,10 @@ def _earlier_saves(run: Run) -> list[dict[str, Any]]:
 
 
 def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return the seconds to wait for all processes to join, and the limit for the hang watchdog.
+    """Return the timeout in seconds for all processes to join, and the hang watchdog's limit.
 
     The limit is None if train.hang_timeout is None. `config` is None if the configuration is
-    invalid. The processes still join, so that all of them exit with the error.
+    invalid. In this case, the processes still join, so that all of them exit with the error.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

@@ -40,7 +40,7 @@ from jaxgpt.train.state import TrainState, init_state, state_of, state_shapes
 from jaxgpt.train.step import Metrics, train_step
 
 # By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. XLA then merges
-# recomputed operations with the original ones, whose results stay in memory.
+# recomputed operations with the original ones, so the original results stay in memory.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # Initialisation runs once, so LLVM's expensive passes would take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
@@ -49,8 +49,8 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
-# XLA would compute the matmuls of kernels/float8.py in bfloat16 if it used Triton, or if it merged
-# matmuls that share an operand, such as the projections to queries and keys.
+# XLA would compute the matmuls of kernels/float8.py in bfloat16 after choosing Triton for them, or
+# after merging matmuls with a shared operand, such as the query and key projections.
 FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -95,7 +95,7 @@ class CompiledFunctions:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of the arrays in a batch, which splits their rows over the devices."""
+        """The sharding of a batch's arrays, with their rows split over the devices."""
         return sharding.batch_sharding(self.mesh)
 
     def lower_train_step(self) -> jax.stages.Lowered:
@@ -117,8 +117,8 @@ def make_steps(
 
     Args:
         attend: the attention function; by default, the kernel that model.attention selects.
-        slices: number of slices of each device's part of a microbatch; by default, the result of
-            `choose_n_slices` on CPUs and 1 on other devices.
+        slices: number of slices that each device's part of a microbatch is split into; by default,
+            the result of `choose_n_slices` on CPUs and 1 on other devices.
         on_cpu: whether to build the model for CPUs; by default, whether `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 

@@ -134,7 +134,7 @@ def cached_tokens(n_positions: int | None, length: Any) -> Any:
 
 
 def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array) -> Any:
-    """Return the KV caches of the first `length` tokens of `window`, computed in chunks.
+    """Return the KV caches for the first `length` tokens of `window`, computed in chunks.
 
     `window` is int32 (P,). The last chunk may include padding. The cache entries of the padding are
     overwritten before any token attends to them.
@@ -182,9 +182,9 @@ def limit_choice(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return the last `block_size` tokens of a prompt, padded, and their number before padding.
+    """Return the last `block_size` tokens of a prompt, padded, and the unpadded length.
 
-    The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but at most to
+    The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but not beyond
     `block_size`, so that prompts of similar lengths share a compiled function. Raises `UsageError`
     if the tokenizer cannot encode the prompt.
     """

@@ -110,10 +110,10 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
     """Return the decode function for these parameters, and an empty KV cache.
 
     If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes all
-    tokens, because distributing so little work would take more time than it saves. On several
-    devices, larger parameters stay sharded, so ZeRO-3 gathers the whole model for each token. Each
-    pipeline stage gathers all layers once, before decoding. On a single CPU, a large model in
-    device memory gets a separate array for each layer (`unstack_layers`), because that is faster.
+    tokens, because distributing a small model would be slower. On several devices, larger models
+    stay sharded, so ZeRO-3 gathers the whole model for each token. Each pipeline stage gathers all
+    layers once, before decoding. On a single CPU, a large model in device memory gets a separate
+    array for each layer (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

@@ -18,8 +18,8 @@ def layer_values(
     """Return the per-layer values for the fields of `LayersRecord`, by name: float32 (L,).
 
     The values are zero unless `step` is a multiple of train.layers_every. If train.layers_every is
-    0, the result is None. Activations are measured in a separate forward pass, so other steps cost
-    nothing.
+    0, the result is None. Activations are measured in a separate forward pass, so the other steps
+    are not slowed down.
     """
     every = model.config.train.layers_every
     if not every:

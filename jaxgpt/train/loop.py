@@ -218,7 +218,7 @@ def _find_corruption(
 def evaluate_and_sample(
     trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
-    """Log an evaluation and a sample after a step, or only one of them.
+    """Log an evaluation, a sample or both after a step.
 
     `kinds` contains "eval", "sample" or both. If samples are disabled, no sample is logged. All
     processes call this together. Raises `UsageError` if the data cannot be read.

@@ -1,4 +1,4 @@
-"""Restarts of a run from a checkpoint, to resume, to rewind or to recover from damage."""
+"""Restarting a run from a checkpoint: to resume, to rewind or to recover from damage."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ MAX_CORRUPTIONS = 3  # limit per checkpoint; more would suggest a faulty device,
 
 
 class DeviceFailed(Exception):
-    """Raised to end a run because a device repeatedly computes wrong results."""
+    """Raised if a device repeatedly computes wrong results, to end the run."""
 
 
 class Job(NamedTuple):
@@ -62,18 +62,18 @@ def restart_from(
 ) -> tuple[Run, TrainState]:
     """Restore a run and its state from a checkpoint. Return both.
 
-    If `checkpoint` is None, the run starts before the first step. If the arrays of the checkpoint
-    are damaged, the newest undamaged checkpoint before it is used instead. Nothing is renamed or
+    If `checkpoint` is None, the run starts before the first step. If the checkpoint's arrays are
+    damaged, the run uses the newest earlier checkpoint that is undamaged. Nothing is renamed or
     removed until all processes have restored the state. After that, damaged checkpoints are
     quarantined, the rewind is committed, and the abandoned steps are dropped from the logs. All
     processes call this together.
 
     Raises:
-        DamagedCheckpoint: if the arrays of the checkpoint are damaged, and there is no older
-            undamaged checkpoint or checkpoint.on_damage=refuse. Also raised if the arrays of the
-            initial weights are damaged.
-        UsageError: if a file cannot be read, renamed or written at the moment, if the JSON of the
-            checkpoint or rewinds.json is damaged, or if the initial weights are missing.
+        DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
+            undamaged or checkpoint.on_damage=refuse. Also raised if the arrays of the initial
+            weights are damaged.
+        UsageError: if a file cannot be read, renamed or written at the moment, if rewinds.json or
+            the checkpoint's JSON is damaged, or if the initial weights are missing.
         OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
             cannot be removed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
@@ -119,7 +119,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run with the given checkpoint's JSON, steps to skip and missing records.
+    """Return the run, updated with the checkpoint's JSON, steps to skip and missing records.
 
     All processes call this together. Raises the same `UsageError` and `OSError` as `restart_from`.
     """
@@ -145,7 +145,7 @@ def _as_of(
 
 
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
-    """Return the newest checkpoint with undamaged JSON that precedes the damaged `checkpoint`.
+    """Given a damaged checkpoint, return the newest earlier one with undamaged JSON.
 
     Return None if there is no such checkpoint, if `checkpoint` is None, or if
     checkpoint.on_damage=refuse. Raises `UsageError` if the JSON of a checkpoint cannot be read at
@@ -162,7 +162,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 
 
 def _json_damage(directory: Path, step: int) -> str:
-    """Return the reason why the JSON of a damaged checkpoint is damaged."""
+    """Return the reason why a checkpoint's JSON is damaged."""
     try:
         read_meta(directory, step)
     except DamagedCheckpoint as error:
@@ -197,9 +197,9 @@ def load_weights(
 ) -> TrainState:
     """Return the initial state, with parameters from a run's checkpoint or from converted weights.
 
-    `folder` is a run directory or the output of jaxgpt.convert, and `step` is a checkpoint in it. A
-    learned position-embedding table is truncated to its first model.block_size rows. All processes
-    call this together.
+    `folder` is a run directory or the output of jaxgpt.convert. `step` is the step of the
+    checkpoint to load from it. A learned position-embedding table is truncated to its first
+    model.block_size rows. All processes call this together.
 
     Raises:
         DamagedCheckpoint: on every process, if the arrays of the weights are damaged.
@@ -234,7 +234,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 
     Raises:
         NoRewind: on every process, if the run cannot rewind.
-        UsageError: on every process, if the JSON of a checkpoint or rewinds.json cannot be read.
+        UsageError: on every process, if rewinds.json or a checkpoint's JSON cannot be read.
         OSError: on process 0, if the run cannot rewind and metrics.jsonl cannot be read.
     """
     record = job.report.spike_record(spike)
@@ -271,8 +271,8 @@ def after_corruption(
         earlier: the checkpoints that earlier calls returned; this call appends its result.
 
     Raises:
-        DeviceFailed: if corruption has already restarted the run `MAX_CORRUPTIONS` times from this
-            checkpoint.
+        DeviceFailed: if the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint
+            because of corruption.
         UsageError: if all checkpoints are damaged, if the newest one is damaged and
             checkpoint.on_damage=refuse, or if the JSON of a checkpoint cannot be read at the
             moment.

@@ -94,7 +94,7 @@ def check_resume(
             "or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
-    # Runs that are older than a key behave as if the key had its default value.
+    # A run that predates a key behaves as if the key had its default value.
     defaults = Config().to_dict()
     for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
         for key, value in config.to_dict()[section].items():
@@ -134,7 +134,7 @@ def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
 def _check_data(
     config: Config, checkpoint: Path, meta: dict[str, Any], dataset: Dataset
 ) -> list[str]:
-    """Compare the data with the data that a checkpoint was trained on; return log lines.
+    """Compare the data with a checkpoint's training data; return log lines.
 
     Raises `UsageError` if the sources, their tokens or the tokenizer differ, unless
     data.accept_changes is set. A change of data.blend is only logged. Also raises `UsageError` if
@@ -214,7 +214,7 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 
 
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
-    """Return the batch sizes up to a run's newest checkpoint, then `config.train.batch_size`.
+    """Return the batch sizes up to the newest checkpoint, followed by train.batch_size.
 
     Damaged checkpoints are ignored. Raises `UsageError` if a checkpoint's JSON cannot be read at
     the moment.
@@ -241,12 +241,12 @@ def prepare_weights(
 
     Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
     folder is converted into the run directory, and its tokenizer's files are copied there. In the
-    config, the path in train.init_from is absolute, and data.tokenizer is set if the weights have a
-    tokenizer file and the data has no tokenizer.
+    returned config, the path in train.init_from is absolute. If the weights have a tokenizer file
+    but the data has no tokenizer, data.tokenizer is also set.
 
     Raises:
         UsageError: if the weights cannot be read, if the model does not match the weights, or if
-            the data has another tokenizer and data.accept_changes is not set.
+            the data has a different tokenizer and data.accept_changes is not set.
         OSError: if the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)
@@ -268,7 +268,7 @@ def prepare_weights(
 
 
 def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a log line if options differ from those of the weights.
+    """Return a log line if any options differ from those of the weights.
 
     Raises `UsageError` if such an option affects the parameter arrays.
     """
@@ -339,10 +339,10 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
-    The result includes the ranges skipped before the checkpoint. Its format is the format of
-    train_range_to_skip: first, last, first, last, ... Each range in `asked` that contains steps
-    trained before the checkpoint causes a warning. Raises `UsageError` if the checkpoint has a
-    setting that is unknown or malformed.
+    The result includes the ranges skipped before the checkpoint. It has the format of
+    train_range_to_skip: first, last, first, last, ... A range in `asked` causes a warning if it
+    contains steps that were trained before the checkpoint. Raises `UsageError` if the checkpoint
+    has a setting that is unknown or malformed.
 
     Args:
         asked: the ranges of train_range_to_skip.

@@ -142,9 +142,9 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
 
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
-    """Raise `UsageError` if process 0 has different data or another tokenizer."""
+    """Raise `UsageError` if process 0 has different data or a different tokenizer."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # Hashes are compared by one process per host and by any process with other paths.
+    # One process per host compares the hashes, as does any process with different paths.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -221,7 +221,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the facts about the processes that are known before JAX starts."""
+    """Return the process information that is available before JAX starts."""
     return {
         "processes": cluster.size,
         "hosts": list(dict.fromkeys(cluster.host_names)),
@@ -254,7 +254,7 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 def _open_dataset(config: Config) -> Dataset:
     """Open the data of a run. Raises `UsageError` like `open_dataset`.
 
-    If train.init_from is set, errors about the vocabulary mention the setting.
+    If train.init_from is set, errors about the vocabulary mention this setting.
     """
     try:
         return open_dataset(config.data, config.model)

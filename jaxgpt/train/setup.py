@@ -39,7 +39,7 @@ class Trainer(NamedTuple):
     stop: StopSignal
     profile: StepProfile
     # Number of steps started, for `StopSignal`. Unlike the step number, this does not decrease on a
-    # rewind. The first number is 1, because JAX stops the job at 1 if a signal arrives before the
+    # rewind. Numbers start at 1, because JAX stops the job at 1 if a signal arrives before the
     # first step.
     ticks: Iterator[int]
 
@@ -112,7 +112,7 @@ def set_up(
 
 
 def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return the warnings of `steps`, and a warning if `tensor` crosses hosts."""
+    """Return the warnings of `steps`, plus one if the `tensor` axis spans several hosts."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 

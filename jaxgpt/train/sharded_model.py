@@ -110,7 +110,7 @@ def shard_model(
     Args:
         config: with model.vocab_size set.
         attend: the attention function.
-        n_slices: number of slices of each device's part of a microbatch.
+        n_slices: number of slices that each device's part of a microbatch is split into.
         on_cpu: whether the devices are CPUs.
 
     Raises:
@@ -215,13 +215,13 @@ def param_layout(
 
 
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
-    """Return the number of equal slices of each CPU's part of a microbatch.
+    """Return how many equal slices each CPU's part of a microbatch is split into.
 
     Slices are processed one after another, like microbatches. Small slices save memory and are
     faster on CPUs. The number of slices divides the number of rows. The activations of a slice take
     about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more.
-    If the mesh splits anything but the batch, the result is 1, because every slice would have to
-    communicate. model.vocab_size must be set. Raises `UsageError` like `activation_bytes`.
+    If the mesh splits anything but the batch, the result is 1, because each slice would add
+    communication. model.vocab_size must be set. Raises `UsageError` like `activation_bytes`.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -111,7 +111,7 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 
 
 def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
-    """Return the JSON that a checkpoint stores about the state and the job that computed it.
+    """Return a checkpoint's JSON about the state and about the job.
 
     The keys are `mesh`, `processes`, `jax` and `spike_state`. The state of the spike detector is
     stored as JSON instead of arrays, because spike.window may change when a run resumes.

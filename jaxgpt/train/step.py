@@ -134,7 +134,7 @@ def loss_and_gradients(
 
     Returns:
         `LossParts.rows` and `LossParts.aux` of the global batch, by name: float32 (B,). The entry
-        `loss` is the weighted sum over each row's targets in nats, without auxiliary losses.
+        `loss` is each row's weighted sum of token losses in nats, without auxiliary losses.
         The float32 gradients, sharded as specified by `ParamLayout.grad`.
     """
     everywhere = PartitionSpec()

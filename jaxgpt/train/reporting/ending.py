@@ -38,7 +38,7 @@ def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
 def sparkline(values: Sequence[float]) -> str:
     """Return a row of at most `WIDTH` bars.
 
-    If there are more values than that, each bar shows the mean of several consecutive values.
+    If there are more than `WIDTH` values, each bar shows the mean of several consecutive values.
     `values` must not be empty.
     """
     n = min(WIDTH, len(values))

@@ -9,7 +9,7 @@ from jaxgpt.train.reporting.stragglers import straggler_line
 
 
 class Event(NamedTuple):
-    """An event at a step, or at all steps up to `last`. Only spikes and rewinds have a `record`."""
+    """An event at steps `step` to `last`. Only spikes and rewinds have a `record`."""
 
     kind: str
     step: int

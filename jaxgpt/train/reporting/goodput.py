@@ -1,9 +1,9 @@
 """Goodput: the share of a run's wall time, across restarts, spent on steps that were kept.
 
-A run appends records to metrics.jsonl that show how the time since the previous record was spent.
-After a job is killed, the time from its last record to the start of the next job counts as `down`.
-After a job finishes, or stops with a checkpoint, the time until the next job starts is not counted.
-A job that is killed before it has restored the state leaves no record.
+Each goodput record in metrics.jsonl shows how the time since the previous one was spent. After a
+job is killed, the time from its last record to the start of the next job counts as `down`. If a job
+finishes or stops with a checkpoint, the time until the next job starts is not counted. A job that
+is killed before it has restored the state leaves no record.
 """
 
 from collections.abc import Callable, Sequence

@@ -104,7 +104,7 @@ def summary_lines(
 
 
 def _untraced_lines(run: Run) -> list[str]:
-    """Return a line if all steps in profile_steps are past or skipped."""
+    """Return a line if every step in profile_steps has passed or is skipped."""
     skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
     if not traced or any(step not in skips for step in left):
@@ -116,7 +116,7 @@ def _untraced_lines(run: Run) -> list[str]:
 
 
 def _optimizer_lines(config: Config) -> list[str]:
-    """If the optimizer is Muon, return a line about the parameters that Muon and AdamW update."""
+    """For Muon, return a line with the parameter counts of Muon and AdamW."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))

@@ -15,7 +15,7 @@ from jaxgpt.train.step import Metrics
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one step, as NumPy arrays in the result of `MetricsBuffer.read`."""
+    """Metrics of one step. `MetricsBuffer.read` returns them as NumPy arrays."""
 
     step: int
     metrics: Metrics

@@ -83,7 +83,7 @@ class Reporter:
         """Log the header. Process 0 also writes cluster.json, and config.yaml if it is missing.
 
         If the log is new, the legend of the training lines follows the header. Without a terminal,
-        the legend is not printed unless train.verbose is set. `facts` is the result of
+        the legend is printed only if train.verbose is set. `facts` is the result of
         `initialize_jax`. Raises `UsageError` on process 0 if a file cannot be written.
         """
         if not self._enabled:
@@ -122,7 +122,7 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """Log the step and the mesh of the checkpoint, and the current mesh, if the run resumed."""
+        """If the run resumed, log the checkpoint's step and mesh, and the current mesh."""
         then, now = self._run.resume_meta, describe(self._steps.mesh)
         if self._run.resume_step is not None:
             self.info(
@@ -304,9 +304,9 @@ class Reporter:
     def restart(self, run: Run, records: Sequence[Record]) -> None:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
-        The first call opens the trackers instead of rewinding them. `records` has the records that
-        explain the restart. On process 0, raises `UsageError` if config.yaml or metrics.jsonl
-        cannot be written, and `OSError` if metrics.jsonl cannot be read.
+        The first call opens the trackers instead of rewinding them. `records` explain the restart.
+        On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be written, and
+        `OSError` if metrics.jsonl cannot be read.
         """
         self._run, self._config, self._evaluated = run, run.config, None
         if self._has_started:
