@@ -45,7 +45,7 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
 
     At stages 2 and 3 without `reduces_once`, each microbatch's gradient is reduce-scattered, so the
     accumulators are sharded over `fsdp`. Otherwise, the accumulators are not sharded over `fsdp`.
-    After the last microbatch, `zero.reduce_gradients` gives the gradients the sharding of the
+    After the last microbatch, `zero.reduce_gradients` reshards the gradients to match the
     optimizer state (`opt_state_rules`).
 
     Args:

@@ -114,8 +114,8 @@ def shard_model(
         on_cpu: whether the devices are CPUs.
 
     Raises:
-        UsageError: if the `tensor` axis does not divide the heads or the width of the MLP, or if an
-            option of the model names an unknown layer.
+        UsageError: if the size of the `tensor` axis does not divide the number of heads or the MLP
+            width, or if a model option names an unknown layer.
     """
     parallel = config.parallel
     tensor_axes = mesh_axes_with("splits_heads", mesh)
