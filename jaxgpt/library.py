@@ -31,6 +31,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.evaluate.model import (
     Model,
     Trained,
+    check_exists,
     find_trained,
     is_count,
     run_folder,
@@ -215,10 +216,11 @@ class Trainer:
         """The state after `step`. The next step donates its arrays, so copy any that you keep.
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration,
-        and `RuntimeError` if JAX fails.
+        or if the last step was interrupted. Raises `RuntimeError` if JAX fails.
         """
         if self._state is None:
             self._state = self._first_state()
+        check_exists(self._state.params, "interrupted; call restore, or make a new Trainer")
         return self._state
 
     def _first_state(self) -> "TrainState":
@@ -280,6 +282,7 @@ class Trainer:
                 if report:
                     found[-1] = _as_floats(found[-1])
                     report(found[-1])
+        self._update_model()
         return [_as_floats(record) for record in jax.device_get(found)]
 
     @functools.cached_property
@@ -307,13 +310,16 @@ class Trainer:
     def model(self) -> Model:
         """The model with the parameters after `step`, for `generate` and `logits`.
 
-        The next step donates the parameters, so get the model again after training. Raises the same
-        errors as `state`.
+        `train` and `restore` update it. Raises the same errors as `state`.
         """
         model = self._model
         model.params = self.state.params
         model.trained = dataclasses.replace(model.trained, step=self.step)
         return model
+
+    def _update_model(self) -> None:
+        if "_model" in self.__dict__:
+            _ = self.model
 
     @functools.cached_property
     def _model(self) -> Model:
@@ -410,6 +416,7 @@ class Trainer:
         )  # fmt: skip
         self.loader.batch_sizes = self._run.batch_sizes
         self.step, self._folder = step, directory
+        self._update_model()
 
 
 def _as_floats(record: Mapping[str, Any]) -> dict[str, float | None]:

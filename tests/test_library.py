@@ -131,10 +131,13 @@ def test_a_hugging_face_folder_needs_no_prefix(run, tmp_path):
 
 def test_a_trainer_takes_the_steps_of_the_command(command):
     trainer = trainer_on("1,2,1", *SKIP)
-    seen = []
+    with devices_of("1,2,1"):
+        model, seen = trainer.model, []
     found = trainer.train(2, report=seen.append) + trainer.train()
     assert seen == found[:2]
     assert trainer.step == trainer.config.train.max_iters == 6 and trainer.train() == []
+    assert model is trainer.model and model.trained.step == 6  # training updates a kept model
+    np.testing.assert_array_equal(model.logits([1, 2]), trainer.model.logits([1, 2]))
     for record, expected in zip(found, records(command), strict=True):
         assert record == {name: expected[name] for name in record}
     assert found[1]["loss"] is None and found[1]["lr"] > 0
@@ -316,3 +319,20 @@ def test_a_type_checker_knows_the_library(tmp_path):
     )
     found = re.findall(r"^(\S+?):(\d+): error", job.stdout, re.MULTILINE)
     assert found == [("user.py", "7"), ("user.py", "8"), ("user.py", "9")], job.stdout
+
+
+def test_an_interrupted_step_is_one_sentence():
+    trainer = trainer_on("1,2,1")
+    with devices_of("1,2,1"):
+        model, step = trainer.model, trainer._train_step
+
+    def interrupted(*arguments):
+        step(*arguments)
+        raise KeyboardInterrupt
+
+    trainer.__dict__["_train_step"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(1)
+    for use in (lambda: trainer.train(1), lambda: model.logits([1])):
+        with pytest.raises(jaxgpt.UsageError, match="these parameters no longer exist"):
+            use()

@@ -224,6 +224,16 @@ class Model:
         return f"<jaxgpt model: {size}, {self.steps.describe()}, at step {self.trained.step}>"
 
     @property
+    def params(self) -> "Params":
+        """The parameters. Raises `UsageError` if a training step has replaced them since."""
+        check_exists(self._params, "run since; use the `model` of the trainer again")
+        return self._params
+
+    @params.setter
+    def params(self, params: "Params") -> None:
+        self._params = params
+
+    @property
     def block_size(self) -> int:
         """Length T of the longest row."""
         return self.trained.block_size
@@ -525,6 +535,14 @@ class Model:
                 jit(over_texts(extend, n_texts, (None, 0, 0, None, None, None)), donate_argnums=1),
             )
         return self._generators[key]
+
+
+def check_exists(params: "Params", advice: str) -> None:
+    """Raise `UsageError` if a training step has deleted parameters; using them may crash JAX."""
+    import jax
+
+    if any(getattr(array, "is_deleted", bool)() for array in jax.tree.leaves(params)):
+        raise UsageError(f"these parameters no longer exist, because a training step was {advice}")
 
 
 def is_count(number: object) -> bool:
