@@ -6,7 +6,9 @@ JAX is imported when a `Trainer` or a model is built.
 import contextlib
 import dataclasses
 import functools
+import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -114,7 +116,7 @@ def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
     loader = Loader.for_training(dataset, config)
     for step in steps:
         if not is_count(step):
-            raise UsageError(f"steps: {step} is not a step; steps are counted from 1")
+            raise UsageError(f"steps: {step!r} is not a step; steps are integers, from 1")
         rows = range(loader.batch_sizes.at(step))
         yield StepBatch(step, loader.read(step, rows), loader.read_weights(step, rows))
 
@@ -140,13 +142,15 @@ def load_model(
 
     Raises:
         UsageError: if there is no such run, model or checkpoint, if a checkpoint is damaged or
-            cannot be read, if a model cannot be converted, if `dtype` is not supported, if the mesh
-            does not fit the devices or the model, or if `cluster` is None in a job with several
-            processes.
+            cannot be read, if a model cannot be converted, if `dtype` or `batch_size` is invalid,
+            if the mesh does not fit the devices or the model, or if `cluster` is None in a job with
+            several processes.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
+    if not is_count(batch_size):
+        raise UsageError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
     cluster = cluster or join_alone("jaxgpt.load_model", WITH_CLUSTER)
     with run_folder(str(run), cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, step, mesh, dtype)
@@ -216,11 +220,11 @@ class Trainer:
         """The state after `step`. The next step donates its arrays, so copy any that you keep.
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration,
-        or if the last step was interrupted. Raises `RuntimeError` if JAX fails.
+        or if JAX failed during the last step. Raises `RuntimeError` if JAX fails.
         """
         if self._state is None:
             self._state = self._first_state()
-        check_exists(self._state.params, "interrupted; call restore, or make a new Trainer")
+        check_exists(self._state.params, "failed; call restore, or make a new Trainer")
         return self._state
 
     def _first_state(self) -> "TrainState":
@@ -258,10 +262,18 @@ class Trainer:
             n_steps = max(0, self.config.train.max_iters - self.step)
         elif not is_count(n_steps):
             raise UsageError(f"n_steps={n_steps!r}: must be a whole number, at least 1")
+        if not (report is None or callable(report)):
+            raise UsageError(
+                f"report={report!r}: must be a function of one argument, such as print"
+            )
         import jax
 
         from jaxgpt.runtime.dispatch import DispatchLimiter
         from jaxgpt.train.step import STEP_METRICS
+
+        def as_floats(record: Mapping[str, Any]) -> dict[str, float | None]:
+            values = {name: record[name] for name in ("step", *STEP_METRICS)}
+            return {k: None if x is None else np.asarray(x).item() for k, x in values.items()}
 
         todo = range(self.step + 1, self.step + n_steps + 1)
         skips = SkipRanges(skip_ranges(self.config))
@@ -273,17 +285,17 @@ class Trainer:
                 scalars: dict[str, Any] = {**dict.fromkeys(STEP_METRICS), "lr": lr}
                 if step not in skips:
                     batch = next(loaded)
-                    # Store the new state immediately, in case of Ctrl-C.
-                    self._state, metrics = train_step(self.state, np.int32(step), lr, batch)
+                    with _interrupts_deferred():  # the step deletes the old state
+                        self._state, metrics = train_step(self.state, np.int32(step), lr, batch)
+                        self.step = step
+                        self._update_model()
                     scalars = metrics.scalars
                 self.step = step
                 dispatched.add(scalars["loss"])  # None for a skipped step
                 found.append({"step": step, **scalars})
                 if report:
-                    found[-1] = _as_floats(found[-1])
-                    report(found[-1])
-        self._update_model()
-        return [_as_floats(record) for record in jax.device_get(found)]
+                    report(as_floats(found[-1]))
+        return [as_floats(record) for record in jax.device_get(found)]
 
     @functools.cached_property
     def _train_step(self) -> Any:
@@ -318,6 +330,7 @@ class Trainer:
         return model
 
     def _update_model(self) -> None:
+        """Update a model that the user may have kept."""
         if "_model" in self.__dict__:
             _ = self.model
 
@@ -419,9 +432,20 @@ class Trainer:
         self._update_model()
 
 
-def _as_floats(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return a record whose scalar arrays are replaced with numbers. None stays."""
-    return {name: None if x is None else np.asarray(x).item() for name, x in record.items()}
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C take effect only at the end of the block. Only the main thread can do this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received and callable(handler):
+        handler(*received[0])
 
 
 def _warn(notes: Iterable[str]) -> None:

@@ -1,8 +1,10 @@
 """`import jaxgpt` takes the steps, computes the logits and writes the files of the commands."""
 
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -242,8 +244,12 @@ def refusals(home):
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
     yield lambda: loaded.generate(n_tokens=0), "n_tokens=0: must be a whole number"
     yield lambda: loaded.generate(n_tokens=2.5), "n_tokens=2.5: must be a whole number"
-    for seed in (-1, 1.5, 2**31):
-        yield lambda seed=seed: loaded.generate(seed=seed), f"seed={seed}: must be a whole number"
+    for seed in (-1, 1.5, 2**31, True, "1"):
+        yield lambda seed=seed: loaded.generate(seed=seed), f"seed={seed!r}: must be a whole number"
+    for size in (0, -1, True):
+        load = functools.partial(jaxgpt.load_model, home, batch_size=size)
+        yield load, f"batch_size={size}: must be a whole number"
+    yield lambda: trainer.train(1, report=3), "report=3: must be a function"
     yield lambda: trainer.save(home / "taken"), "already has a checkpoint of step 0"
     yield lambda: trainer_on("1,1,1").save(home / "taken"), "taken: holds another run"
     yield lambda: trainer.restore(home / "nope"), f"{home}/nope: "
@@ -336,3 +342,21 @@ def test_an_interrupted_step_is_one_sentence():
     for use in (lambda: trainer.train(1), lambda: model.logits([1])):
         with pytest.raises(jaxgpt.UsageError, match="these parameters no longer exist"):
             use()
+
+
+def test_ctrl_c_during_a_step_loses_nothing():
+    trainer = trainer_on("1,2,1")
+    with devices_of("1,2,1"):
+        model, step = trainer.model, trainer._train_step
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(*arguments)
+
+    trainer.__dict__["_train_step"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(5)
+    assert trainer.step == model.trained.step == 1
+    trainer.__dict__["_train_step"] = step
+    (found,) = trainer.train(1)
+    assert found["step"] == 2 and np.isfinite(model.logits([1])).all()

@@ -225,8 +225,8 @@ class Model:
 
     @property
     def params(self) -> "Params":
-        """The parameters. Raises `UsageError` if a training step has replaced them since."""
-        check_exists(self._params, "run since; use the `model` of the trainer again")
+        """The parameters. Raises `UsageError` if JAX failed in a training step that used them."""
+        check_exists(self._params, "failed; load or restore the model")
         return self._params
 
     @params.setter
@@ -497,7 +497,7 @@ class Model:
             key, value = ("n_tokens", n_tokens) if not is_count(n_tokens) else ("at_once", at_once)
             raise UsageError(f"{key}={value!r}: must be a whole number, at least 1")
         for seed in seeds:
-            if not (is_count(seed + 1) and seed < 2**31):
+            if not (_is_integer(seed) and 0 <= seed < 2**31):
                 raise UsageError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1")
         given = [self._check_tokens(tokens[-self.block_size :]) for tokens in prompts]
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
@@ -538,16 +538,20 @@ class Model:
 
 
 def check_exists(params: "Params", advice: str) -> None:
-    """Raise `UsageError` if a training step has deleted parameters; using them may crash JAX."""
+    """Raise `UsageError` if parameters have been deleted, because using them may crash JAX."""
     import jax
 
     if any(getattr(array, "is_deleted", bool)() for array in jax.tree.leaves(params)):
-        raise UsageError(f"these parameters no longer exist, because a training step was {advice}")
+        raise UsageError(f"these parameters no longer exist, because a training step {advice}")
 
 
 def is_count(number: object) -> bool:
     """Return whether a number is a positive integer."""
-    return isinstance(number, int | np.integer) and number >= 1
+    return _is_integer(number) and number >= 1
+
+
+def _is_integer(number: object) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def over_texts(
