@@ -1,8 +1,10 @@
 """`UsageError`, the error for mistakes that a user can fix, and validation of JSON files."""
 
+import difflib
 import json
 import os
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,14 @@ class UsageError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython and Jupyter show instead of a traceback."""
         return f"UsageError: {self}".splitlines()
+
+
+def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None:
+    """Return the choice that is most similar to a mistyped name, or None if none is similar.
+
+    `least` is the smallest ratio of `difflib.SequenceMatcher` that counts as similar, from 0 to 1.
+    """
+    return next(iter(difflib.get_close_matches(name, list(choices), 1, least)), None)
 
 
 def expand_user(path: str, key: str = "") -> str:

@@ -3,8 +3,9 @@
 Code looks up axes by role, not by name, so adding an axis takes one line in the `AXES` table.
 """
 
-import difflib
 import math
+
+from jaxgpt.config.errors import nearest
 
 # Outermost axis first. Groups of devices along the last axis share a host where possible.
 AXES: dict[str, frozenset[str]] = {
@@ -58,9 +59,9 @@ class MeshShape(dict[str, int]):
         except ValueError:
             sizes = {}
         counts = list(sizes.values())
-        for axis in sizes.keys() - AXES.keys():
-            near = difflib.get_close_matches(axis, AXES, 1)
-            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(AXES)}"
+        for axis in (name for name in sizes if name not in AXES):
+            near = nearest(axis, AXES)
+            hint = f"did you mean {near}?" if near else f"use one of {', '.join(AXES)}"
             raise ValueError(f"{axis!r} is not a mesh axis; {hint}")
         if len(sizes) != len(parts) or min(counts) < -1 or 0 in counts or counts.count(-1) > 1:
             raise ValueError(

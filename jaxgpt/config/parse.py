@@ -6,7 +6,6 @@ The strings are then converted to values of the keys' types in the schema.
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import os
 import shlex
@@ -20,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from jaxgpt.config import aliases
-from jaxgpt.config.errors import UsageError, expand_user, in_words, shorten
+from jaxgpt.config.errors import UsageError, expand_user, in_words, nearest, shorten
 from jaxgpt.config.schema import Config
 from jaxgpt.config.translate import CommandLine, translate, unknown_key
 from jaxgpt.config.validate import (
@@ -173,7 +172,8 @@ def parse_args(
         if key in given or key not in values or is_preset:
             raise
         raise UsageError(f"{error} (set in {base})") from None
-    line.notes += _unused_dataset(given)
+    if unused := _unused_dataset(given):
+        line.notes.append(unused)
     if mesh_shape(config).is_filled or not counts_devices_later:
         config = _with_known_batch_size(config, line.notes)
     for text in line.notes:
@@ -333,8 +333,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
                 f"{key}={' '.join(given[key])}: only data.* settings can be changed here; leave it "
                 "out"
             )
-    for note in _unused_dataset(given):
-        raise UsageError(f"{note}; leave one of them out")
+    if unused := _unused_dataset(given):
+        raise UsageError(f"{unused}; leave one of them out")
     values = _without(_flatten(config.to_dict(), "configuration"), _FOR_ONE_START, given)
     config = _build({**values, **given})
     validate(config)
@@ -400,8 +400,8 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
     if name in known or os.path.isfile(name):  # Path.is_file may raise OSError
         path = known.get(name, Path(name))
         return path, _read_yaml(path)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]}? The" if near else "the"
+    near = nearest(name, known)
+    hint = f"did you mean {near}? The" if near else "the"
     raise UsageError(
         f"config={name}: no such file or preset; {hint} presets are {', '.join(known)}"
     )
@@ -498,13 +498,13 @@ def _without(values: Words, keys: set[str], given: Words) -> Words:
     return {key: words for key, words in values.items() if key not in keys}
 
 
-def _unused_dataset(given: Words) -> list[str]:
+def _unused_dataset(given: Words) -> str | None:
     """Return a note if the command line sets data.dataset and a source that overrides it."""
-    others = [key for key in _DATA_KEYS & given.keys() if list(given[key]) != ["None"]]
-    others = sorted({*others} - {"data.dataset"})
+    keys = _DATA_KEYS & given.keys() - {"data.dataset"}
+    others = sorted(key for key in keys if list(given[key]) != ["None"])
     if "data.dataset" not in given or not others:
-        return []
-    return [f"data.dataset={given['data.dataset'][0]}: has no effect, because {others[0]} is given"]
+        return None
+    return f"data.dataset={given['data.dataset'][0]}: has no effect, because {others[0]} is given"
 
 
 def _build(words: Words) -> Config:

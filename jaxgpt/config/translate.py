@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from jaxgpt.config import aliases
-from jaxgpt.config.errors import in_words
+from jaxgpt.config.errors import in_words, nearest
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.values import describe, settings, takes_many
 
@@ -127,8 +127,7 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 
 def _near_flag(key: str) -> str | None:
     """Return the flag of another program that an unknown key probably means, or None."""
-    flags = _flags_of_others() - {key}
-    return next(iter(difflib.get_close_matches(key, flags, 1, 0.88)), None)
+    return nearest(key, _flags_of_others() - {key}, 0.88)
 
 
 def _flags_of_others() -> set[str]:

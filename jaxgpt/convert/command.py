@@ -196,19 +196,19 @@ def _launcher(words: list[str]) -> str:
         return next((numbers[name] for name in numbers if name in names), None)
 
     total, per_host, hosts = find(TOTAL), find(PER_HOST), find(HOSTS)
-    sizes = TOTAL if total is None else set()
-    if unknown := [
-        f"{name} {value}" for name, value in pairs if name in sizes | HOSTS and "$" in value
-    ]:
+    unknown = [f"{name} {value}" for name, value in pairs if name in TOTAL | HOSTS and "$" in value]
+    if total is None and unknown:
         print(
             f"note: {', '.join(unknown)}: the value is not known before the job starts, so "
             "jaxgpt.launch starts processes on all hosts of the job",
             file=sys.stderr,
         )
-        return f"python -m jaxgpt.launch{f' -ppn {per_host}' if per_host else ''} -- "
-    if total is None and per_host is not None:
-        total = per_host * (hosts or 1)
-    if total is None or total == 1:
-        return ""
-    per_host = per_host or (total // hosts if hosts else None)
-    return f"python -m jaxgpt.launch -n {total}{f' -ppn {per_host}' if per_host else ''} -- "
+        number = ""
+    else:
+        if total is None:
+            total = per_host * (hosts or 1) if per_host else 1
+        if total == 1:
+            return ""
+        number = f" -n {total}"
+        per_host = per_host or (total // hosts if hosts else None)
+    return f"python -m jaxgpt.launch{number}{f' -ppn {per_host}' if per_host else ''} -- "

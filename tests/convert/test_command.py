@@ -89,6 +89,11 @@ def test_an_unknown_number_of_processes_is_left_to_the_launcher(script, launcher
     assert "is not known before the job starts" in notes
 
 
+def test_a_known_number_of_processes_is_kept(capsys):
+    line, notes = convert(capsys, "srun -N $NNODES -n 8 python pretrain_gpt.py --num-layers 2")
+    assert line.startswith("python -m jaxgpt.launch -n 8 -- ") and "before the job" not in notes
+
+
 def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
     script = tmp_path / "train.sh"
     script.write_text(SCRIPT)
