@@ -25,7 +25,7 @@ REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
 MIN_SLICE = 2048  # minimum number of tokens in a `context` slice of a row
-# Settings that the search chooses, in the order in which they are printed.
+# The search chooses these settings. They are printed in this order.
 CHOSEN = (
     "parallel.sequence_parallel",
     "parallel.remat",
@@ -189,7 +189,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Yield plans, keeping only the first two of those that differ only in `data` and `fsdp`."""
+    """Yield plans, but no more than two that differ only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)

@@ -124,9 +124,9 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     logits = 6 * padded_vocab_size(model.vocab_size) // tensor
     per_token = model.n_layer * (matmuls + norms + activation + heads) + logits
     stages = mesh.split_of("splits_layers")
-    split = stages * mesh.split_of("splits_batch") * mesh.split_of("splits_sequence")
-    tokens = config.train.batch_size * model.block_size
+    n_microbatches = config.train.gradient_accumulation_steps
+    tokens = step_work(config, mesh).tokens * n_microbatches
     # Each microbatch reads the weights, casts them, reads the result twice and writes gradients.
     n_weights = sum(w.size for w in jax.tree.leaves(weights(model))) // (tensor * stages)
-    of_weights = config.train.gradient_accumulation_steps * n_weights * (3 * width + 2 * FLOAT32)
-    return width * per_token * tokens // split + of_weights
+    of_weights = n_microbatches * n_weights * (3 * width + 2 * FLOAT32)
+    return width * per_token * tokens // stages + of_weights

@@ -229,9 +229,10 @@ class Plan:
         if device.name == "cpu":
             return self._estimate_on_cpu(peak)
         bandwidth = device.memory_bandwidth * MEMORY_EFFICIENCY
-        matmuls = share / (peak * MATMUL_EFFICIENCY)
-        passes = matmuls + memory_traffic(self.config, self.mesh) / bandwidth
-        compute = passes * (1 + again / share) * self.imbalance
+        passes = 1 + again / share  # recomputation repeats a part of the step
+        matmuls = passes * share / (peak * MATMUL_EFFICIENCY)
+        transfers = passes * memory_traffic(self.config, self.mesh) / bandwidth
+        compute = (matmuls + transfers) * self.imbalance
         bubble = self.bubble * compute
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / bandwidth
@@ -243,7 +244,7 @@ class Plan:
         overlapped = sum(self.seconds(c) for c in collectives if not self.is_exposed(c))
         model = self.config.model
         scores = 12 * model.n_layer * model.n_head * model.head_size * model.block_size
-        attention = matmuls * (1 + again / share) * scores / self.flops_per_token
+        attention = matmuls * scores / self.flops_per_token
         ring = sum(
             self.seconds(c)
             for c in collectives
