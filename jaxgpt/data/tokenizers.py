@@ -1,5 +1,6 @@
 """Tokenizers, and their descriptions in meta.json."""
 
+import abc
 import functools
 import hashlib
 import os
@@ -32,12 +33,13 @@ _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b
 _SPLIT_POINT = re.compile(r"[^\W_](?=[ \n])")
 
 
-class Tokenizer:
+class Tokenizer(abc.ABC):
     """Base class of all tokenizers."""
 
     vocab_size: int
     end_of_text: int | None = None  # ID of the token between documents, if there is one
 
+    @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
@@ -45,7 +47,6 @@ class Tokenizer:
         characters or map them to an unknown token. A `CharTokenizer` raises `UsageError` for an
         unknown character. All other tokenizers raise `UsageError` for a surrogate.
         """
-        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
         """Return the token IDs of each string: int64, shape (tokens,).
@@ -57,21 +58,21 @@ class Tokenizer:
         """
         return [self.encode(text) for text in texts]
 
+    @abc.abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
         Invalid UTF-8 becomes U+FFFD. IDs beyond the vocabulary become U+FFFD or are dropped. The
         IDs must not be negative.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def count_bytes(self, tokens: np.ndarray) -> int:
         """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens.
 
         `tokens` has shape (tokens,), and all IDs must be in the vocabulary. With a `FileTokenizer`,
         an incomplete character counts as 3 bytes, the size of U+FFFD.
         """
-        raise NotImplementedError
 
     def split_point(self, text: str) -> int:
         """Return a position near the end of `text` where splitting does not change the tokens.
@@ -80,15 +81,16 @@ class Tokenizer:
         """
         return len(text)
 
+    @abc.abstractmethod
     def to_meta(self) -> dict[str, Any]:
         """Return a JSON description of the tokenizer, for `tokenizer_from_meta`."""
-        raise NotImplementedError
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's file, if it has one, to `directory`.
 
         An identical file is left unchanged. Raises `OSError` if a file cannot be written.
         """
+        return  # only a `FileTokenizer` has a file
 
 
 class CharTokenizer(Tokenizer):
