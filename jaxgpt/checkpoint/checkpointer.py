@@ -396,10 +396,10 @@ def _wait_for_copy(save: Save) -> str:
 
 
 def _first_cause(errors: list[str]) -> str:
-    """Return the cause of a failed save, or "". `errors` contains the error message of each
-    process, or "" if it has none.
+    """Return the cause of a failed save, or "" if no process failed.
 
-    Processes that waited for the failed process at Orbax's barriers report timeouts.
+    `errors` has one message per process, which is empty if the process did not fail. Processes that
+    waited for the failed process at Orbax's barriers report timeouts.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found

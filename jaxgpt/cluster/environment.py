@@ -25,7 +25,7 @@ MPI_LAUNCHERS = (
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
 # Set by `jaxgpt.launch --restarts`:
-SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port to which process 0 reports its progress
+SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port of the supervisor; process 0 reports progress there
 JOB = "JAXGPT_JOB"  # ID of the attempt
 # Slurm's reserved step IDs for interactive shells, batch scripts and the extern step.
 SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)

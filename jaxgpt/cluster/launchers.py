@@ -42,7 +42,7 @@ class ProcessLayout:
 
     @property
     def is_local(self) -> bool:
-        """Whether all processes run on this host, because no scheduler or file lists the hosts."""
+        """Whether all processes run on this host because no scheduler or file lists other hosts."""
         return self.named_by == "this host"
 
     def __str__(self) -> str:

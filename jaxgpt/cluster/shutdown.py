@@ -127,8 +127,8 @@ def job_exit_handler() -> Iterator[None]:
         raise SystemExit(BAD_USAGE) from None
     except (KeyboardInterrupt, PeerLost) as error:
         end_with(error)
-    except Exception as error:
-        if find_launch(os.environ).through is not None:  # exit, so that all processes exit
+    except Exception as error:  # under a launcher, any error must end all processes
+        if find_launch(os.environ).through is not None:
             end_with(error)
         if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise

@@ -53,7 +53,7 @@ class Loader:
             split: "train" or "val".
             seed: seed for the sample order.
             sharding: sharding of the global batches; if None, only NumPy rows can be read.
-            random_steps: inclusive step ranges in which fault injection feeds random tokens.
+            random_steps: first and last steps of the ranges that train on random tokens.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora

@@ -16,7 +16,7 @@ from jaxgpt.parallel.sharding import Params
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
 CLIPPING_THRESHOLD = 1.0  # maximum RMS of a matrix's update
-MIN_SCALE = 1e-3  # lower bound on the RMS of a matrix, by which its update is scaled
+MIN_SCALE = 1e-3  # minimum scale of an update, which is otherwise the RMS of the matrix
 MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 

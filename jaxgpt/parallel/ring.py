@@ -25,7 +25,7 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 
 
 class Queries(NamedTuple):
-    """Queries, and the values from which the backward pass computes gradients."""
+    """Queries and, for the backward pass, the values that belong to them."""
 
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`
