@@ -175,7 +175,7 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return a note for each reason why a run may not have trained on these rows of a step.
+    """Return a note for each reason to doubt that a run trained on these rows at this step.
 
     `run` is None if there is no run directory. Raises `UsageError` if the data, rewinds.json or a
     checkpoint's JSON cannot be read, or if the setting train_range_to_skip is malformed.

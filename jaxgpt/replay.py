@@ -191,7 +191,7 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
 def _parts(
     saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
 ) -> list[list[Any]]:
-    """Split the steps from `before` + 1 to `last` into parts with the same batch size.
+    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant.
 
     Return [last step, configuration as a dict] for each part.
     """

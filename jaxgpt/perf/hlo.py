@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The opcode without the suffixes -start and -done of asynchronous operations."""
+        """The opcode, without the -start or -done suffix used for asynchronous operations."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     @property

@@ -1,8 +1,8 @@
 """Communication of one step, computed from formulas in papers, without compiling.
 
 Sources: ZeRO (arXiv 1910.02054), Megatron-LM (1909.08053), sequence parallelism (2205.05198),
-pipelines (2104.04473), Ulysses (2309.14509) and the ring (2310.01889). Tests compare the results
-with compiled programs.
+pipeline parallelism (2104.04473), Ulysses (2309.14509) and ring attention (2310.01889). Tests
+compare the results with compiled programs.
 """
 
 import functools

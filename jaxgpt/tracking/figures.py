@@ -65,7 +65,7 @@ def train_line(
 
     Missing metrics and zero counts of skipped and non-finite steps are left out. If `width` is
     given, the metrics with the highest ranks are dropped until the line fits into `width` columns.
-    The step and metrics with a negative rank are never dropped.
+    The step is never dropped, nor is any metric with a negative rank.
     """
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:

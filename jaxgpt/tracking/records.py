@@ -136,7 +136,7 @@ class CheckpointRecord(Record):
 class GoodputRecord(Record):
     """Time spent on each activity since the process's previous goodput record.
 
-    Since that record, the process ran steps `after` + 1 to `step`. See
+    Since that record, the process has run steps `after` + 1 to `step`. See
     `train/reporting/goodput.py`.
     """
 

@@ -196,9 +196,9 @@ class Reporter:
         """Report a step after its dispatch. If `metrics` is None, the step was skipped.
 
         `known` holds the metrics that have arrived on the host since the last call. All processes
-        call this together. The first call for a trained step waits for the step, gathers the
-        start-up times of all processes and writes startup.json. Raises `UsageError` on process 0 if
-        the file cannot be written.
+        call this together. After the first training step, this waits for the step to finish,
+        gathers the start-up times of all processes and writes startup.json. Raises `UsageError` on
+        process 0 if the file cannot be written.
         """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
