@@ -80,7 +80,7 @@ class Kernel(NamedTuple):
     max_masked_T: float = math.inf  # with a document mask, `auto` skips the kernel above this size
     stores_scores: bool = False  # whether the kernel keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
-    """Make a kernel with the same memory use, which `jaxgpt.plan` can compile on a CPU.
+    """Make a kernel with similar memory use, which `jaxgpt.plan` can compile on a CPU.
 
     If None, `jaxgpt.plan` compiles this kernel."""
 
@@ -186,9 +186,9 @@ def _first_kernel(setting: AttentionSetting) -> str:
 
 
 def stores_scores(config: ModelConfig) -> bool:
-    """Return whether attention keeps T x T scores in memory.
+    """Return `Kernel.stores_scores` of the kernel that model.attention selects.
 
-    If model.attention=auto, this is the answer for a CPU without a document mask.
+    For model.attention=auto, this assumes a CPU and no document mask.
 
     Raises:
         UsageError: if model.attention names an unknown kernel.
@@ -228,7 +228,7 @@ def causal_attention(
 ) -> jax.Array:
     """Compute attention in up to four blocks of queries, skipping the keys after each block.
 
-    Queries and keys must belong to the same tokens, in the same order. With n blocks, only
+    Queries and keys must belong to the same tokens, in the same order. With n blocks, only about
     (n + 1) / 2n of the T x T scores are computed, or fewer with a short window. This saves 6% of a
     `shakespeare_char` step on a CPU. Dropout masks depend on the block boundaries.
 
@@ -407,10 +407,10 @@ def _cudnn_attention(
 
 
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
-    """Compute `causal_attention` with at most `BLOCK` queries at a time, in O(T) memory.
+    """Compute `causal_attention` with a loop over the queries, usually in O(T) memory.
 
-    The backward pass recomputes the scores. If the size of a block has no suitable divisor (see
-    `_scanned_attention`), more queries are processed at a time, which takes more memory.
+    The backward pass recomputes the scores. A block of `causal_attention` is divided only if its
+    length has a suitable divisor (see `_scanned_attention`). Otherwise, it takes O(T^2) memory.
 
     Args:
         operands: the arguments of an `Attention`.

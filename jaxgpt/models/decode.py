@@ -215,7 +215,7 @@ class PerLayer(tuple):
     """One array for each layer, instead of one array with a leading axis L.
 
     Like the stacked array, it is a leaf for `jax.tree.map`, because JAX does not traverse
-    subclasses of tuple.
+    subclasses of tuple other than named tuples.
     """
 
 

@@ -63,8 +63,7 @@ class LayerBuilder:
     ) -> "Linear":
         """Return a row-parallel linear layer, whose inputs are split over `tensor`.
 
-        The residual stream is the sum of 2L such outputs, so the initial weights are scaled by
-        1 / sqrt(2L), as in GPT-2.
+        The standard deviation of the initial weights is 0.02 / sqrt(2L), as in GPT-2.
 
         Args:
             inputs: sizes of the input dims.
@@ -86,7 +85,8 @@ class LayerBuilder:
     def norm(self) -> LayerNorm | RMSNorm:
         """Return the norm layer over D that model.norm selects.
 
-        The scale is replicated, because gathering it would cost more than sharding it saves.
+        Its parameters are not sharded over `fsdp` or `tensor`, because gathering them would cost
+        more than sharding them saves.
         """
         if self.config.norm != "layernorm":
             return self.rms_norm(self.config.n_embd, None)
@@ -105,7 +105,7 @@ class LayerBuilder:
 
         Args:
             size: size of the last dim.
-            axis: logical axis of the scale. None means that the scale is replicated.
+            axis: logical axis of the scale, or None.
         """
         norm = RMSNorm1p if self.config.norm == "rmsnorm_1p" else RMSNorm
         return norm(

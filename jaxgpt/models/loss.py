@@ -12,10 +12,10 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Sums of losses in nats. The values for parts of a batch can be added."""
+    """Sums over the tokens of a batch, or of one device's part of it."""
 
-    loss: jax.Array  # weighted cross-entropy: float32 scalar
-    rows: dict[str, jax.Array]  # float32 (B,): weighted cross-entropy (`loss`), other row metrics
+    loss: jax.Array  # weighted cross-entropy in nats: float32 scalar
+    rows: dict[str, jax.Array]  # float32 (B,): `loss` of each row in nats, other row metrics
     aux: dict[str, jax.Array]  # auxiliary losses of the blocks; see `mlp.AuxLosses`
 
 
@@ -37,8 +37,8 @@ class OutputLayer(NamedTuple):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits_BTV in float32 for this device's vocabulary shard; padding is -inf.
 
-        Logits are rounded to the operands' dtype, as in nanoGPT and llm.c. With unrounded logits, a
-        GPT-2 step on a GPU would move 7% more bytes.
+        Logits are rounded to the operands' dtype (before a soft cap), as in nanoGPT and llm.c. With
+        unrounded logits, a GPT-2 step on a GPU would move 7% more bytes.
         """
         logits_BTV = jnp.einsum("...D,VD->...V", x_BTD, self.w_VD)  # B/b T V/t
         logits_BTV = logits_BTV.astype(jnp.float32)
@@ -75,6 +75,7 @@ def cross_entropy(
         logits_BTV: the float32 logits of this device's vocabulary shard.
         targets_BT: int32 token IDs.
         vocab_offset: token ID of the shard's first logit.
+        parallel: the devices that share the vocabulary.
     """
     return _cross_entropy_forward(logits_BTV, targets_BT, vocab_offset, parallel)[0]
 
@@ -131,7 +132,8 @@ def loss_parts(
             means all tokens at once.
 
     Returns:
-        `LossParts` without auxiliary losses. `rows` has only `loss`.
+        `LossParts` without auxiliary losses. `rows` has only `loss`. It has no gradient if the
+        tokens are processed in chunks.
     """
 
     def loss_of(x_ND, w_VD, targets_N, weights_N, vocab_offset):

@@ -157,7 +157,7 @@ class GPT(nnx.Module):
         """Return the first block's input, x_BTD in the compute dtype.
 
         It is the sum of token embeddings and (if model.position=learned) position embeddings, with
-        dropout.
+        dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D).
 
         Args:
             key: dropout key; None disables dropout.
@@ -246,7 +246,7 @@ class GPT(nnx.Module):
 
     @property
     def n_layers(self) -> int:
-        """Number of layers that this device holds."""
+        """Number of layers that this device holds, including padding (see `run_blocks`)."""
         return len(jax.tree.leaves(nnx.state(self.layers))[0])
 
     @property
@@ -373,16 +373,16 @@ class GPT(nnx.Module):
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
     """Return the network's `GraphDef` for `nnx.merge`, without allocating parameters.
 
-    `options` are keyword arguments of `GPT`. Raises `UsageError` under the same conditions as
-    `GPT`.
+    `options` are keyword arguments of `GPT` other than `rngs`. Raises `UsageError` under the same
+    conditions as `GPT`.
     """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 
 
 def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
-    """Return the module with all-gathered parameters, except for the matrices of `Linear` layers.
+    """Return the module with `parallel.param` applied to all parameters except matrices.
 
-    The matmuls of `ParallelContext` gather these matrices.
+    The matmuls of `ParallelContext` gather the matrices.
     """
     graph, params = nnx.split(module)
 

@@ -113,8 +113,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the total number of parameters, and the number without lookup embeddings.
 
     Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, with
-    untied weights, the token embeddings. For GPT-2, the second number is the one that nanoGPT
-    reports. Raises `UsageError` under the same conditions as `weights`.
+    untied weights, the token embeddings. For the same network, nanoGPT reports the second
+    number. Raises `UsageError` under the same conditions as `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -138,7 +138,7 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
         UsageError: if model.vocab_size is None, or if model.mlp or model.attention is unknown.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
-    logits = 8 * T * model.vocab_size if with_logits else 0
     products = 2 * sum(w.size for w in layer_matrices(model)) // (L * D)
+    logits = 8 * T * model.vocab_size if with_logits else 0
     scores = 5 * H * T if stores_scores(model) else 0
     return 2 * T * L * (10 * D + products + scores) + logits

@@ -3,7 +3,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.config import MeshShape, load_config
+from jaxgpt.config import MeshShape, ModelConfig, UsageError, load_config
 from jaxgpt.models.weights import activation_bytes
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
@@ -22,6 +22,11 @@ def test_activations_of_a_row_are_those_of_the_paper():
     assert (model.n_head, model.block_size, model.n_embd) == (96, 2048, 12288)
     assert activation_bytes(model) == 2 * per_layer_16_bit + 8 * 2 * 2048
     assert activation_bytes(model, with_logits=False) == 2 * per_layer_16_bit
+
+
+def test_activations_need_a_vocabulary_size():
+    with pytest.raises(UsageError, match=r"model\.vocab_size=None"):
+        activation_bytes(ModelConfig())
 
 
 @pytest.mark.parametrize("batch_size", [64, 48, 32, 17])
