@@ -11,9 +11,9 @@ from flax import nnx
 class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
-    If `dtype` is None, y is float32 (unlike in Flax). In float32, the output is bitwise equal to
-    Flax's. In bfloat16, the output is more accurate, because Flax rounds the scale and the bias
-    first. Other options that change the computation are not supported, except epsilon and use_bias.
+    If `dtype` is None, y is float32 (unlike in Flax). In float32, the output agrees with Flax's. In
+    bfloat16, the output is more accurate, because Flax rounds the scale and the bias first. Other
+    options that change the computation are not supported, except epsilon and use_bias.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -55,9 +55,9 @@ def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: b
     Mean and variance are computed over the last axis. If `centered` is False, the mean is replaced
     by 0, and the variance by the mean of x^2. `scale_D` is float32.
 
-    For the backward pass, this keeps x in its own dtype and two numbers per token. JAX's own
-    gradient would keep several float32 arrays of x's shape. Inside `shard_map`, the scale must be
-    marked as varying along the same mesh axes as x. `parallel.zero.local_params` does this.
+    For the backward pass, this keeps x in its own dtype, the scale and two numbers per token. JAX's
+    own gradient would keep several float32 arrays of x's shape. Inside `shard_map`, the scale must
+    be marked as varying along the same mesh axes as x. `parallel.zero.local_params` does this.
     """
     return _forward(x_BTD, scale_D, epsilon, centered)[0]
 

@@ -11,7 +11,7 @@ def max_and_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return m = max(x) and sum(exp(x - m)) over the last axis of x.
 
     For x (..., V), the results have shape (...) and x's dtype. This function is not meant to be
-    differentiated. If all elements are -inf, the sum is unspecified.
+    differentiated. If the maximum is infinite, the sum is unspecified.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 
