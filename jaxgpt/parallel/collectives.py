@@ -18,7 +18,7 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     `dimension` is at least 0, and its size must be divisible by the number of devices. The backward
     pass is `all_gather`.
 
-    On CPUs with several processes, an all-to-all and a local sum replace `jax.lax.psum_scatter`.
+    On CPUs with `jax.distributed`, an all-to-all and a local sum replace `jax.lax.psum_scatter`.
     This sends the same number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently
     corrupts large arrays (jax-ml/jax issue 40830) and times out after 30 s (issue 40831).
     """

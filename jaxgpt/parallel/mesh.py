@@ -45,7 +45,7 @@ def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
 
     Raises:
         UsageError: if parallel.mesh is malformed, or does not match the number of devices, the
-            model, the batch size or the other parallel settings.
+            model, the batch size or other settings.
     """
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)

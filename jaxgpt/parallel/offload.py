@@ -57,7 +57,7 @@ def layer(stacks: Any, i: jax.Array) -> Any:
 
 
 def match_memory(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Move `x` to host memory if `like` is in host memory."""
+    """Move `x` to host memory if `like` is in host memory. Otherwise, return `x` unchanged."""
     return to_host(x) if is_in_host(like) else x
 
 

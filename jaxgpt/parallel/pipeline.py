@@ -48,7 +48,7 @@ class LayerGroups(NamedTuple):
     n_layers: int
     n_stages: int  # S
     n_repeats: int  # v
-    pattern: int = 1  # number of layers in the layer pattern; groups consist of whole patterns
+    pattern: int = 1  # length of the layer pattern, which divides n_layers and every group
 
     @property
     def sizes(self) -> list[int]:
@@ -63,7 +63,7 @@ class LayerGroups(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """True if all stages run the same number of layers, which are consecutive on each stage."""
+        """True if each stage has one group, and all groups have the same size."""
         return self.is_even and self.n_repeats == 1
 
     @property

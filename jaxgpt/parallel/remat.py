@@ -12,9 +12,9 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
     """Wrap a layer so that it saves less for its backward pass.
 
     Args:
-        remat: value of parallel.remat. `full` saves only the layer's input. `dots` also saves the
-            outputs of linear layers and of collectives that sum over `tensor`. `none` and
-            `attention` leave the layer unchanged; `without_scores` in models/attention.py
+        remat: value of parallel.remat. `full` saves only the layer's inputs. `dots` also saves the
+            outputs of matmuls without batch dims and of the primitives in `COMMUNICATED`. `none`
+            and `attention` leave the layer unchanged; `without_scores` in models/attention.py
             implements `attention`.
         in_loop: whether the layer runs inside `jax.lax.scan`. In a scan, XLA cannot merge
             recomputed operations with the originals, so no barrier is needed.

@@ -79,6 +79,7 @@ def accumulate(
     """Compute and sum the losses and gradients of the microbatches; see `Schedule`.
 
     Per-row losses are in the order of the batch. `microbatches.n` must divide the number of rows.
+    `grad_accumulators` must be 0.
     """
     batch, n, key = microbatches
 

@@ -44,14 +44,12 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
     At stages 2 and 3 without `reduces_once`, each microbatch's gradient is reduce-scattered, so the
-    accumulators are sharded over `fsdp`. Otherwise, the accumulators are not sharded over `fsdp`.
-    After the last microbatch, `zero.reduce_gradients` reshards the gradients to match the
-    optimizer state (`opt_state_rules`).
+    accumulators are sharded over `fsdp`. Accumulators in host memory have the sharding of the
+    optimizer state (`opt_state_rules`). Other accumulators are not sharded over `fsdp`.
 
     Args:
         reduces_once: `Config.reduces_once`.
-        in_host: whether parallel.offload=state. Accumulators in host memory always have the
-            sharding of the optimizer state, because each gradient is reduced before it is added.
+        in_host: whether the accumulators are in host memory (parallel.offload=state).
     """
     if in_host:
         return opt_state_rules(zero_stage)
@@ -102,7 +100,7 @@ def partition_spec(
     Example, with more than one device along both mesh axes:
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
-    PartitionSpec('fsdp', 'tensor')
+    P('fsdp', 'tensor')
     """
 
     def divided(size: int, over: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class ParallelContext:
     """Kernel of the linear layers, such as `kernels.linear.matmul`."""
 
     def param(self, param: jax.Array | ShardedParam) -> jax.Array:
-        """All-gather a `ShardedParam`, or return an array unchanged."""
+        """Apply `all_gather_param` to a `ShardedParam`, or return an array unchanged."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
     def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
