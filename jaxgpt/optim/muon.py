@@ -74,7 +74,10 @@ def is_hidden_matrix(weight: Weight) -> bool:
 
 
 def adamw_ratio(config: OptimizerConfig) -> float:
-    """Return adamw_learning_rate / learning_rate, or 1 if adamw_learning_rate is not set."""
+    """Return adamw_learning_rate / learning_rate, or 1 if adamw_learning_rate is not set.
+
+    If adamw_learning_rate is set, learning_rate must not be 0.
+    """
     if config.adamw_learning_rate is None:
         return 1.0
     return config.adamw_learning_rate / config.learning_rate

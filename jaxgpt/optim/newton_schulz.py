@@ -100,8 +100,8 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
     """Return matrices (N, R, C) with their singular values moved close to 1; R must not exceed C.
 
-    Singular values above 0.2% of the Frobenius norm end up between 0.68 and 1.21, up to rounding. A
-    zero matrix stays zero. The result has the dtype of `x_NRC`.
+    Singular values above 0.2% of (Frobenius norm + 1e-7) end up between 0.68 and 1.21, up to
+    rounding. A zero matrix stays zero. The result has the dtype of `x_NRC`.
     """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))

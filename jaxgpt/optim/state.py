@@ -15,7 +15,7 @@ from jaxgpt.parallel.sharding import Params, replicated
 
 
 def n_moments(config: OptimizerConfig) -> int:
-    """Return the number of moments that the optimizer keeps for a matrix in a layer.
+    """Return the number of moments that the optimizer keeps for a large matrix in a layer.
 
     A moment has the size of the matrix, so Adafactor's row and column means do not count. Raises
     `UsageError` if optimizer.name is unknown.

@@ -163,11 +163,11 @@ def _is_dict(x: Any) -> bool:
 
 
 def global_norm(gradients: Params) -> jax.Array:
-    """Return the L2 norm over all arrays, a float32 scalar.
+    """Return the L2 norm over all arrays, a scalar of the arrays' dtype.
 
-    Arrays in device memory are sorted by the first and the last two components of their paths, so
-    that the norm does not depend on how layers are grouped into modules. If an array is in host
-    memory, one layer at a time is moved to the device.
+    If all arrays are in device memory, they are sorted by the first and the last two components of
+    their paths, so that the norm does not depend on how layers are grouped into modules. Otherwise,
+    they are moved to the device, one layer at a time.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)
@@ -195,9 +195,10 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, a NaN
-    norm makes all results NaN. This equals optax.clip_by_global_norm, which would compute the norm
-    over all devices a second time.
+    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, the
+    result agrees with optax.clip_by_global_norm, which would compute the norm over all devices a
+    second time. A NaN norm then makes all results NaN, and an infinite norm makes finite gradients
+    0.
     """
     if limit == 0:
         return gradients
