@@ -155,7 +155,8 @@ def decode_step(
             full block at position 0. If T > 1, all positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
-        last: index in `tokens_1T` of the last token. Tokens after this index are padding.
+        last: index in `tokens_1T` of the last token. Tokens after this index are padding. After a
+            full block with padding, the cache may lack tokens.
 
     Returns:
         float32 logits_1V for the token that follows the last token, and the cache with the new

@@ -190,19 +190,19 @@ class GPT(nnx.Module):
         key: jax.Array | None = None,
         layers: tuple[Any, Any] = (0, None),
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Run the blocks that this device holds.
+        """Run this network's blocks, which may be only some of the model's blocks.
 
         Args:
             key: dropout key; None disables dropout.
-            layers: index of this device's first layer, and the index after its last layer. Blocks
-                after the last layer are padding and have no effect. If the second index is None,
-                there is no padding.
+            layers: index of the first block's layer, and the index after the last layer to run.
+                Blocks after the last layer are padding and have no effect. If the second index is
+                None, there is no padding.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
             `measures_blocks`, the second result instead has a float32 array (B,) for each of the L
             layers (`000`, `001`, ...): the sum of squares of the block's output over this device's
-            positions, or zeros if another device holds the layer.
+            positions, or zeros if this network does not have the layer.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
@@ -246,7 +246,7 @@ class GPT(nnx.Module):
 
     @property
     def n_layers(self) -> int:
-        """Number of layers that this device holds, including padding (see `run_blocks`)."""
+        """Number of blocks in this network, including padding (see `run_blocks`)."""
         return len(jax.tree.leaves(nnx.state(self.layers))[0])
 
     @property
@@ -314,15 +314,15 @@ class GPT(nnx.Module):
     def scan_blocks(
         self, run: Callable[..., tuple[Any, Any]], carry: Any, of_layers: Any
     ) -> tuple[Any, Any]:
-        """Apply `carry, out = run(block, place, carry, x)` to each layer on this device, in order.
+        """Apply `carry, out = run(block, place, carry, x)` to each block in this network, in order.
 
         Args:
-            run: function of a layer's block, index in `layer_pattern` (`place`), input and x.
-            carry: input of the first layer.
-            of_layers: tree of arrays with x for all layers, stacked along the leading axis.
+            run: function of a block, its index in `layer_pattern` (`place`), its input and x.
+            carry: input of the first block.
+            of_layers: tree of arrays with x for all blocks, stacked along the leading axis.
 
         Returns:
-            The last carry, and `out` for all layers, stacked along the leading axis.
+            The last carry, and `out` for all blocks, stacked along the leading axis.
         """
         graph, stacked = nnx.split(self.layers)
         n_places = len(layer_pattern(self.config))

@@ -197,8 +197,7 @@ def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
 
     `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, the
     result agrees with optax.clip_by_global_norm, which would compute the norm over all devices a
-    second time. A NaN norm then makes all results NaN, and an infinite norm makes finite gradients
-    0.
+    second time. A NaN norm then makes all results NaN. An infinite norm makes finite gradients 0.
     """
     if limit == 0:
         return gradients

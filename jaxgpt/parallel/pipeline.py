@@ -144,7 +144,7 @@ class Pipeline:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Run the network's forward pass; see `Schedule`.
 
-        The batch is split into gcd(M, B) microbatches. All stages receive the results.
+        A device's B rows are split into gcd(M, B) microbatches. All stages receive the results.
         """
         n = math.gcd(self.n_microbatches, batch.rows.shape[0])
         outputs, aux = self._run_ticks(self._load(pieces), split_microbatches(batch, n), key)

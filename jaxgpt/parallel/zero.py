@@ -56,6 +56,8 @@ class ShardedParam:
 def all_gather_param(param: ShardedParam) -> jax.Array:
     """Cast a parameter to `gather_dtype`, and all-gather it if it is sharded over `fsdp`.
 
+    A parameter in host memory is first moved to the device.
+
     The backward pass returns the float32 gradient with respect to `grad_accumulator`, but no
     gradient with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded
     over `fsdp`. If `layout.host_terms` is not 0, the gradient is instead reduced as in
