@@ -27,7 +27,7 @@ ACTIVITIES = {  # in start-up order
 
 
 def process_start_time() -> float:
-    """Return the Unix time when this process started, or the current time if there is no /proc."""
+    """Return the Unix time when this process started, or the current time if it is unknown."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])
@@ -49,7 +49,7 @@ class Clock:
         self._since = time.monotonic() - (time.time() - self.began)
 
     def enter(self, activity: str) -> None:
-        """End the current activity and begin another of the `ACTIVITIES`."""
+        """End the current activity and begin one of the `ACTIVITIES`."""
         assert activity in ACTIVITIES, activity
         self._update()
         self._activity = activity

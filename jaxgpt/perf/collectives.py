@@ -36,8 +36,9 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     """Return the collectives in one run of a program.
 
     The collectives are sorted by number of mesh axes, then by axes, then by kind. `hlo` is
-    `compiled.as_text()`, and `mesh` maps axis names to sizes. Operations in a loop are counted once
-    per iteration. Operations within a single device are left out. In a conditional, only the branch
+    `compiled.as_text()`, and `mesh` maps axis names to sizes. Only the kinds in `COLLECTIVES` are
+    counted. Operations in a loop are counted once per iteration. Operations within a single device
+    are left out. In a conditional, only the branch
     with the most communication is counted. XLA may use groups over part of an axis for a layout
     change. These are reported as groups over the whole axis.
 

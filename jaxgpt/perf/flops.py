@@ -71,7 +71,7 @@ class StepTimer:
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """Return the seconds per step since the last lap, and the fraction spent waiting for data.
+        """End the lap, and return its seconds per step and the fraction spent waiting for data.
 
         The first lap begins when the timer starts. Both values are None if the lap has no steps.
         """
@@ -92,9 +92,9 @@ class Rates:
     """Computes the rates in a training log line from the seconds per step."""
 
     batch_size: int  # number of sequences that the whole job processes in a step
-    block_size: int
-    flops_per_token: int
-    n_devices: int
+    block_size: int  # tokens per sequence
+    flops_per_token: int  # as returned by `flops_per_token`
+    n_devices: int  # of the whole job
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:

@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the called computations, except the body and the condition of a loop."""
+        """Names of the called computations, except those of loops and custom calls."""
         found = (name or several for name, several in _CALLED.findall(self.arguments))
         return re.findall(r"[\w.-]+", " ".join(found))
 
@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
-        """Return the value of the attribute `name` without quotes, or "" if it is not set."""
+        """Return the first word in the value of the attribute `name`, or "" if there is none."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
         return found[1] if found else ""
 

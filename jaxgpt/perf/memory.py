@@ -101,9 +101,10 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     """Return a lower bound on a device's bytes of attention scores: T x T per row, layer and head.
 
-    The `xla` kernel stores at least half of the scores, in two or more bytes each. A CPU may
-    process its rows one at a time. The bound is 0 with a sliding window, or if the kernel might not
-    store scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
+    The `xla` kernel stores at least half of the scores, in two or more bytes each. With
+    rematerialization, only one layer counts. A CPU may process its rows one at a time. The bound is
+    0 with a sliding window, or if the kernel might not store scores. No size in `shape` may be -1.
+    Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

@@ -55,8 +55,8 @@ class Tracing:
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
         `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
-        `may_be_incomplete` is True if operations may be missing from the trace. Raises `ValueError`
-        if JAX has written no trace.
+        `may_be_incomplete` is True on GPUs if the operations take less than half of the step time.
+        Raises `ValueError` if JAX has written no trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -83,7 +83,8 @@ class StepProfile:
     """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
-    step. All processes call every method.
+    step. All processes call every method. `after` and `close` raise `ValueError` if JAX has written
+    no trace.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
@@ -178,7 +179,7 @@ def summary(
     n_steps: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return a breakdown of the step time, in seconds per step, averaged over the job's devices.
+    """Return a breakdown of the step time, in seconds per step and device.
 
     `reports` holds each process's result of `report`, and `operations` must contain the name of
     every event. `seconds` is the time per step. The result contains it as `seconds_per_step`. The
@@ -186,7 +187,8 @@ def summary(
 
     `device_seconds` is the total of all operations, and `categories` holds the total of each
     category. `operations` is a list of the `ROWS` most expensive operations: dicts with `name`,
-    `category`, `source`, `seconds`, `share` (of `device_seconds`) and `count`. `parts` is a list of
+    `category`, `source`, `seconds`, `share` (of `device_seconds`) and `count` (executions per step
+    and device). `parts` is a list of
     dicts with `category`, `source` and `seconds`. Each covers all operations with the same category
     and source line. The most expensive come first in both lists. `collective_waiting` is the time
     spent in collectives in excess of the fastest device's time.

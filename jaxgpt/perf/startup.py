@@ -82,7 +82,7 @@ def startup_line(found: dict[str, Any]) -> str:
 
 
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers in startup.json as a flat dict for the trackers. Times are in seconds.
+    """Return the durations in startup.json, in seconds, as a flat dict for the trackers.
 
     Each phase and `total` have the keys NAME_min, NAME_mean, NAME_max and NAME_slowest_rank, with
     underscores instead of spaces. The other keys are `processes` and, if known,
