@@ -38,9 +38,9 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 
 
 class Advice(NamedTuple):
-    """The best layouts after compilation, and the number of meshes compared."""
+    """The best layouts, and the number of meshes compared."""
 
-    plans: list[Plan]  # best first; empty if no mesh works with the batch size
+    plans: list[Plan]  # best first; empty if no mesh works with the model and the batch size
     n_meshes: int
 
 
@@ -49,13 +49,13 @@ def search_layouts(
 ) -> Advice:
     """Return the best layouts for the model and the batch size, at most `n`.
 
-    Formulas (`estimate.py`) rank all meshes. For each mesh, the formulas select the fastest
+    Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select the fastest
     combination of schedule, number of microbatches and remat that fits. The best `n` meshes are
-    then compiled, with more remat if needed, and ranked again. Layouts that fit come first, sorted
-    by step time. However, a simpler layout comes before a layout that is only slightly faster
-    (`TIE_RATIO`). If step times are unknown, simpler layouts come first. If pure data parallelism
-    fits without remat, it always comes first, because it is the simplest to scale. A layout whose
-    state alone does not fit is not compiled.
+    then compiled, with more remat if needed, and ranked again. At most two of them differ only in
+    `data` and `fsdp`. Layouts that fit come first, sorted by step time. However, a simpler layout
+    comes before a layout that is only slightly faster (`TIE_RATIO`). If step times are unknown,
+    simpler layouts come first. Among layouts that fit, pure data parallelism without remat always
+    comes first. A layout whose state alone does not fit is not compiled.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices, and
@@ -78,7 +78,7 @@ class Estimator:
     """Makes plans from formulas, without compiling.
 
     Raises `UsageError` if the attention kernel or the optimizer is unknown, or if the device does
-    not support the kernel.
+    not support the kernel. The methods raise `UsageError` under the same conditions as `weights`.
     """
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):
@@ -88,7 +88,10 @@ class Estimator:
         self.n_moments = n_moments(config.optimizer)
 
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan with the least remat that fits, or with full remat if nothing fits."""
+        """Return the plan with the least remat that fits, or with full remat if nothing fits.
+
+        The remat of `config` is ignored.
+        """
         smallest = self.plan(mesh, config.replace(parallel__remat=REMATS[-1]))
         if not smallest.fits:
             return smallest
@@ -208,7 +211,7 @@ def _order(plan: Plan) -> tuple[bool, float]:
 
 
 def is_simplest(plan: Plan) -> bool:
-    """Return whether a layout is pure data parallelism without remat, which always comes first."""
+    """Return whether a layout is pure data parallelism without remat, the simplest to scale."""
     return plan.mesh.splits_only_batch and plan.config.parallel.remat == "none"
 
 

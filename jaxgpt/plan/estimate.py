@@ -17,11 +17,14 @@ SCORE_COPIES = 3  # number of float32 copies of the scores, if the kernel stores
 
 
 def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
-    """Return an estimate of a step's memory on each device. model.vocab_size must be set.
+    """Return an estimate of a step's memory on each device.
 
     Args:
         n_moments: number of moments per parameter.
         stores_scores: whether the attention kernel keeps T x T scores.
+
+    Raises:
+        UsageError: under the same conditions as `weights`.
     """
     parallel, model, zero = config.parallel, config.model, config.parallel.zero_stage
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
@@ -104,7 +107,8 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     """Return the bytes that a GPU reads and writes in the forward and backward passes of a step.
 
     The formula assumes that elementwise operations are fused with each other, but not with matmuls.
-    It excludes recomputed layers and the update. `model.vocab_size` must be set.
+    It excludes recomputed layers and the update. Raises `UsageError` under the same conditions as
+    `weights`.
     """
     model, D = config.model, config.model.n_embd
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about a layout that works but is probably not intended."""
+        """The program's warnings, and a warning if a `tensor` group spans hosts."""
         crossing = tensor_crosses_hosts_warning(self.mesh, self.hosts)
         return (*self.program.warnings, *crossing)
 
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def hosts(self) -> list[int]:
-        """The host number of each device."""
+        """The host number of each device, in mesh order."""
         return [i // self.devices_per_host for i in range(self.mesh.n_devices)]
 
     def hosts_spanned(self, axes: Sequence[str]) -> int:
@@ -206,8 +206,8 @@ class Plan:
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update
         writes them. Gradients are written once, and read for their norm and for the update. With
-        several microbatches, each microbatch reads and writes the accumulators, and
-        `memory.gradients` includes two sets of accumulators.
+        several microbatches, each microbatch reads and writes the accumulators. A compiled plan's
+        `memory.gradients` then includes two sets of accumulators.
         """
         memory, n = self.memory, self.config.train.gradient_accumulation_steps
         if not memory.in_host:
@@ -296,10 +296,11 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole plan for JSON, in bytes, seconds and FLOPs.
+        """Return the plan for JSON, in bytes, seconds and FLOPs.
 
-        It contains everything in `summary`. `collectives` holds the fields of each `Collective`,
-        with `bytes_sent` and `over` (see `link`).
+        It contains everything in `summary`, the configuration, the devices, the warnings and the
+        FLOPs. `collectives` holds the fields of each `Collective`, with `bytes_sent` and `over`
+        (see `link`).
         """
         collectives = [
             dataclasses.asdict(c)

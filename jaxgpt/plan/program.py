@@ -145,7 +145,8 @@ def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
 def optimizer_flops(config: Config, shape: MeshShape) -> int:
     """Return the FLOPs that each device spends on the optimizer's matmuls in one step.
 
-    The result is 0 for every optimizer except Muon.
+    The result is 0 for every optimizer except Muon. Raises `UsageError` under the same conditions
+    as `weights`.
     """
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
     rules, described = partition.opt_state_rules(config.parallel.zero_stage), weights(config.model)
@@ -156,9 +157,9 @@ def optimizer_flops(config: Config, shape: MeshShape) -> int:
 def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
-    Only the number of replicas changes, so each device stores and sends the same number of bytes.
-    If the layout has two or more replicas, at least two remain. Each replica processes the same
-    number of rows as before.
+    Only the number of replicas changes, so each device stores the same number of bytes. If the
+    layout has two or more replicas, at least two remain. If the replicas divide the batch evenly,
+    each replica processes the same number of rows as before.
     """
     axis = replica_axis()
     n = max(1, shape[axis])
@@ -180,7 +181,7 @@ def _simulated_mesh(shape: MeshShape) -> Mesh:
 
 
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
-    """Return the exact bytes of parameters, gradients and moments per device, without compiling.
+    """Return the bytes of parameters, gradients and moments per device, without compiling.
 
     Activations are not included. The requirements and errors are the same as for `compile_step`,
     except that model.attention and train.matmul_dtype are not checked. `in_host` and `host_at_once`

@@ -25,7 +25,7 @@ BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Traffic(Collective):
-    """All communication of one kind and purpose over the same mesh axes."""
+    """Communication of one kind and for one purpose over the same mesh axes."""
 
     purpose: str
 
@@ -50,7 +50,7 @@ def local_parameters(
 ) -> tuple[Parameter, ...]:
     """Return the parameters of one device, given the sizes of three mesh axes.
 
-    `model.vocab_size` must be set.
+    Raises `UsageError` under the same conditions as `weights`.
     """
     mesh = MeshShape(stage=stage, fsdp=fsdp, tensor=tensor)
 
@@ -104,9 +104,10 @@ def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
 def expected_traffic(
     config: Config, mesh: MeshShape, devices_per_host: int | None = None
 ) -> tuple[Traffic, ...]:
-    """Return all communication of one step, with bytes per device as in `Collective`.
+    """Return the communication of one step, with bytes per device as in `Collective`.
 
-    model.vocab_size must be set. See `choose_implementation` for `devices_per_host`.
+    See `choose_implementation` for `devices_per_host`. Raises `UsageError` under the same
+    conditions as `weights`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)
