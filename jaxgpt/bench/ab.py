@@ -40,11 +40,12 @@ def run(
 
     `settings` are command-line settings, and `parse_change` describes a change. In each of the
     `rounds` rounds, every variant runs `steps` steps. By default, the unchanged step runs for about
-    1.5 seconds per round. The job must have a single process.
+    1.5 seconds per round. The data are random tokens.
 
-    Raises `UsageError` if a setting or an option is invalid, if a change has no effect on the step,
-    or if the changed step cannot train the same state. Also raises whatever `open_job` and `Rounds`
-    raise.
+    Raises `UsageError` if the job has several processes, if a setting or an option is invalid, or
+    if changed settings have no effect on the step. It is also raised if a change affects the mesh,
+    the data, the vocabulary, or the shapes or shardings of the state. Also raises whatever
+    `open_job`, `Job.start_jax` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -95,8 +96,9 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
     """Return the change that `text` describes. `settings` are those of the unchanged step.
 
     Words that begin with xla_ or jax_ are options of XLA or JAX, and all other words are settings.
-    Values of JAX options are parsed as YAML. Raises `UsageError` if a setting is invalid, or if an
-    option has a malformed value or no value. Does not check whether an option exists.
+    Values of JAX options are parsed as YAML. Raises `UsageError` if a setting is invalid, if an
+    option is not followed by `=`, or if the value of a JAX option is malformed. Does not check
+    whether an option exists.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []

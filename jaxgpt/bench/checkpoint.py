@@ -30,11 +30,11 @@ ONE_GIGABYTE = ("--config", "gpt2", "model.n_layer=6")
 def run(settings: Sequence[str], out: Path | None = None) -> Result:
     """Measure the time to save and restore a checkpoint, and to write and read plain files.
 
-    There are eight rounds after a warm-up. `settings` are command-line settings. The checkpoint is
-    1 GB unless they include --config. `out` is the folder to write to, by default the system's
-    temporary directory. Raises `UsageError` if the folder has too little space, if a setting is
-    invalid, or if a save fails. Also raises whatever `open_job`, `Job.start_jax` and
-    `Checkpoints.restore` raise.
+    There are eight rounds after a warm-up. `settings` are command-line settings. By default, the
+    checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
+    directory. Raises `UsageError` if the folder has too little space, if a setting is invalid, or
+    if a save fails. Raises `OSError` if a plain file cannot be written or read. Also raises
+    whatever `open_job`, `Job.start_jax` and `Checkpoints.restore` raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -92,7 +92,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     """Measure the time to save a checkpoint, until all files are on disk.
 
-    Returns the seconds of the slowest process as `save_seconds`, and the seconds until training
+    This replaces any earlier checkpoint in the job's folder. Returns the seconds of the slowest process as `save_seconds`, and the seconds until training
     could have continued as `save_blocks_seconds`. All processes call this together. Raises the same
     errors as `Checkpoints.save` and `Checkpoints.close`.
     """

@@ -56,8 +56,8 @@ def as_json(result: Result) -> str:
 
 
 def as_table(result: Result) -> str:
-    """Return a table with a line for each value of the result and of `environment`. Each line has
-    the name, value, unit and note. If the unit is None, the value is left out.
+    """Return a table with the name, value, unit and note of each entry in the result and in
+    `environment`. If the unit is None, the value is left out.
     """
     result = result | environment()
     width = max(map(len, result))
@@ -96,9 +96,10 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return `host_name`, `cpu` (the model), `cpus` (the number of usable CPUs) and `versions`.
+    """Return `host_name`, `cpu`, `cpus` (the number of usable CPUs) and `versions`.
 
-    The versions are those of jaxgpt, JAX, jaxlib and Python.
+    `cpu` is the CPU's model or, if this is unknown, its architecture. The versions are those of
+    jaxgpt, JAX, jaxlib and Python.
     """
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     about = Path("/proc/cpuinfo")
@@ -122,7 +123,7 @@ class Job:
 
     cluster: ProcessGroup
     folder: Path
-    """Initially empty, with the same path on every host, and removed at the end."""
+    """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache. Return the config with model.vocab_size, and the mesh.
@@ -158,13 +159,13 @@ def open_job(
     """Connect the processes of the job, and yield the job with a temporary folder.
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
-    removed when the block ends. SIGTERM and Ctrl-C also remove it, and then terminate the process
-    immediately. Under MPI, they terminate the whole job. The environment variables for the compile
-    cache and the job's start time are deleted.
+    removed when the block ends, but may remain if a job with several processes fails. SIGTERM and
+    Ctrl-C also remove it, and then terminate the process immediately. Under MPI, they terminate the
+    whole job. The environment variables for the compile cache and the job's start time are deleted.
 
-    Raises `UsageError` if `out` is not writable, or if `single_process` is set and the job has
-    several processes. Raises `OSError` if the system's temporary directory is not writable. Also
-    raises whatever `join_process_group` raises.
+    Every process must call this, in its main thread. Raises `UsageError` if `out` is not writable,
+    or if `single_process` is set and the job has several processes. Raises `OSError` if the folder
+    cannot be created. Also raises whatever `join_process_group` raises.
     """
     # A compile cache would hide compile times. JOB_START would add the age of this job to the
     # start-up times that bench startup measures.

@@ -40,9 +40,10 @@ class Rounds:
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialise the state.
 
-        Random tokens replace the data if `synthetic` is set or the dataset is missing. The compile
-        cache is empty unless `compile_cache` is set. Raises the same errors as `vocabulary_size`,
-        `with_vocabulary`, `prepare_run`, `initialize_jax` and `set_up`.
+        Random tokens replace the data if `synthetic` is set or if data.dataset is missing. The
+        compile cache is empty unless `compile_cache` is set. Raises `OSError` if the random tokens
+        cannot be written. Also raises whatever `vocabulary_size`, `with_vocabulary`, `prepare_run`,
+        `initialize_jax` and `set_up` raise.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -72,7 +73,7 @@ class Rounds:
     def train(self, n_steps: int) -> float:
         """Run `n_steps` >= 1 steps in the trainer's loop. Return the seconds per step.
 
-        Raises `UsageError` if training fails.
+        Raises `UsageError` if training fails. Also raises whatever `run_steps` raises.
         """
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
@@ -101,7 +102,9 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` runs of the compiled step. Return the result of `Tracing.stop`.
+        """Trace `n_steps` runs of the compiled step into `directory`.
+
+        Returns the result of `Tracing.stop`.
 
         Raises `ValueError` if JAX has written no trace.
         """
@@ -114,7 +117,7 @@ class Rounds:
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
     def nothing(self, *_: Any, **__: Any) -> None:
-        """Write no checkpoint."""
+        """Do nothing, because rounds write no checkpoints."""
 
     open = check = is_due = remove_local_after = close = nothing
 

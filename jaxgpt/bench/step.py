@@ -39,8 +39,8 @@ def run(
     `settings` are command-line settings. `synthetic` replaces the data with random tokens.
     `profile` is the folder for a trace of five more steps.
 
-    Raises `UsageError` if a setting is invalid, if training fails, or if `profile` is not writable.
-    Also raises whatever `open_job`, `Rounds` and `Rounds.profile` raise.
+    Raises `UsageError` if a setting is invalid, or if `profile` is not writable. Also raises
+    whatever `open_job`, `Rounds`, `Rounds.train` and `Rounds.profile` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -58,7 +58,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
     """Return times, rates and memory by name, as `Value`s or plain values.
 
     `n_steps` is the number of steps per round. If it is None, `steps_per_round` chooses it. All
-    processes call this together. Raises `UsageError` if training fails.
+    processes call this together. Raises whatever `Rounds.train` raises.
     """
     rounds.train(n_steps or WARM_UP)
     n_steps = n_steps or steps_per_round(rounds)
@@ -101,7 +101,7 @@ def rates(
     """Return the time per step and the derived rates, in the format of `measure`.
 
     For each round, `seconds` holds the seconds per step, and `products` holds the job's FLOP/s in
-    `size` x `size` matmuls. The peak FLOP/s and MFU are None for unknown devices.
+    `size` x `size` matmuls. The peak FLOP/s and MFU are None if the device's peak is unknown.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
     tokens = config.train.batch_size * config.model.block_size
