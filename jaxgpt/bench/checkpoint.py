@@ -92,9 +92,10 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     """Measure the time to save a checkpoint, until all files are on disk.
 
-    This replaces any earlier checkpoint in the job's folder. Returns the seconds of the slowest process as `save_seconds`, and the seconds until training
-    could have continued as `save_blocks_seconds`. All processes call this together. Raises the same
-    errors as `Checkpoints.save` and `Checkpoints.close`.
+    This replaces any earlier checkpoint in the job's folder. Returns the seconds of the slowest
+    process as `save_seconds`, and the seconds until training could have continued as
+    `save_blocks_seconds`. All processes call this together. Raises the same errors as
+    `Checkpoints.save` and `Checkpoints.close`.
     """
     checkpoints = Checkpoints(_empty_folder(job, "checkpoint"), config, job.cluster)
 

@@ -157,9 +157,10 @@ def try_on_all(
 ) -> tuple[list[Any], str | None]:
     """Call a function on every process; return the results by rank, and an error message or None.
 
-    The message is from the lowest rank that failed. The result of a failed process is None. The
-    results must be JSON values. A failed process immediately prints its error to stderr, because
-    the other processes may be stuck in a collective and never receive the message.
+    Every process must call this. The message is from the lowest rank that failed. The result of a
+    failed process is None. The results must be JSON values. A failed process immediately prints its
+    error to stderr, because the other processes may be stuck in a collective and never receive the
+    message.
     """
     result = error = None
     try:
@@ -206,7 +207,8 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 def pattern(device: Any, position: Any) -> Any:
     """Return elements of the devices' inputs: whole numbers from 0 to 1008, as float32.
 
-    `device` and `position` are integers or integer arrays. The result has their broadcast shape.
+    `device` and `position` are integers or integer arrays, and at least one of them is an array.
+    The result has their broadcast shape.
     """
     return ((37 * device + position) % 1009).astype(np.float32)
 
@@ -244,7 +246,9 @@ def _check_result(
 def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
     """Return one check for each collective over an axis, given the result of `measure_axis`.
 
-    `peak` is the bandwidth of a device along the axis in bytes/s, or None if it is unknown.
+    `peak` is the bandwidth of a device along the axis in bytes/s, or None if it is unknown. A check
+    is FAIL if the collective failed. It is WARN if a large all-reduce reaches less than a tenth of
+    `peak`.
     """
     out = []
     for collective in COLLECTIVE_TESTS:

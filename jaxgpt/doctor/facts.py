@@ -37,8 +37,9 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     """Return JSON-serialisable facts about this process.
 
     Every process must call this, after JAX has started. `coordinator` is host:port, or None for a
-    single process. Comments below explain the keys. Raises `OSError` if there is no route to the
-    coordinator or the memory cannot be read. Also raises whatever `local_device_ids` raises.
+    single process. Comments below explain the keys. Raises `OSError` if the coordinator's name does
+    not resolve, if there is no route to it, or if the size of the memory or of the shared memory
+    cannot be read. Also raises whatever `local_device_ids` raises.
     """
     import jax
 

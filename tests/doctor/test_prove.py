@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxgpt.doctor.prove.checks import CHECKS, memory
+from jaxgpt.doctor.prove.checks import CHECKS, memory, profile
 from jaxgpt.doctor.prove.command import markdown, run_check
 from jaxgpt.doctor.prove.measure import CommandFailed, Commands, row
 from jobs import command, environment, run
@@ -110,6 +110,18 @@ def test_memory_is_measured_on_one_gpu_that_the_plan_knows(tmp_path, monkeypatch
     found = run_check(memory, OneGPU(tmp_path / "memory", 60.0, None, "python"))
     assert found["status"] == "missing"
     assert found["reason"] == "a row for NVIDIA Z9 in jaxgpt/perf/hardware.py"
+
+
+class EmptyTrace(Commands):
+    """Answers `bench step --profile` as with a driver that lets only administrators profile."""
+
+    def json(self, module, *words, **variables):
+        return {"device_kind": "NVIDIA H200", "profile": {"device_seconds": 0}}
+
+
+def test_a_profile_without_operations_is_missing(tmp_path):
+    found = run_check(profile, EmptyTrace(tmp_path / "profile", 60.0))
+    assert found["status"] == "missing" and "permission to profile" in found["reason"]
 
 
 def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):

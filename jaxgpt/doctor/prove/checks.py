@@ -105,7 +105,7 @@ def facts(commands: Commands) -> Iterator[Row]:
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
     """Report the speed that `bench step` measures for the settings named `name`.
 
-    Raises the same errors as `Commands.json`.
+    The measurement is saved for `memory`. Raises the same errors as `Commands.json`.
     """
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])
@@ -145,7 +145,8 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 def numerics(commands: Commands) -> Iterator[Row]:
     """Compare each step's bfloat16 loss with its float32 loss.
 
-    Raises the same errors as `Commands.run`.
+    Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
+    `Commands.run` raises.
     """
     single, lower = (
         _history(train(commands, dtype, *_numerics(commands), f"train.dtype={dtype}"))
@@ -159,7 +160,8 @@ def numerics(commands: Commands) -> Iterator[Row]:
 def kernels(commands: Commands) -> Iterator[Row]:
     """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU.
 
-    Raises the same errors as `Commands.run` and `Commands.json`.
+    Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
+    `Commands.run` and `Commands.json` raise.
     """
     if commands.on_gpu:
         words = (*_numerics(commands), "train.dtype=float32")
@@ -222,8 +224,8 @@ def memory(commands: Commands) -> Iterator[Row]:
 def profile(commands: Commands) -> Iterator[Row]:
     """List the most expensive parts of a gpt2 step, with roofline times if these are known.
 
-    A part consists of all operations of one category from the same source line. Raises the same
-    errors as `Commands.json`.
+    A part consists of all operations of one category from the same source line. Raises `Missing` if
+    the trace has no operations. Also raises whatever `Commands.json` raises.
     """
     words = ("--steps", "1", "--rounds", "1", "--profile", str(commands.folder / "trace"))
     # Disable CUDA graphs, because the trace would not show their operations.
@@ -231,6 +233,8 @@ def profile(commands: Commands) -> Iterator[Row]:
     settings = _steps(commands)["gpt2"][1]
     step = _bench(commands, "step", *words, *settings, XLA_FLAGS=flags)
     found, device = step["profile"], find_device(step["device_kind"])
+    if not found["device_seconds"]:
+        raise Missing("permission to profile (NVIDIA: NVreg_RestrictProfilingToAdminUsers=0)")
     yield Row("all operations", 1e3 * found["device_seconds"], "ms")
     for category, seconds in found["categories"].items():
         yield Row(f"share of {category}", seconds / found["device_seconds"], "%")
@@ -264,7 +268,8 @@ def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
     If the dataset does not exist, it is prepared from `commands.text`. Raises `Missing` if there is
-    neither a dataset nor a text. Also raises whatever `Commands.run` raises.
+    neither a dataset nor a text. Raises `ValueError` if no validation loss is finite. Also raises
+    whatever `Commands.run` raises.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         if commands.text is None:

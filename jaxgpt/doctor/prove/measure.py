@@ -15,7 +15,7 @@ from jaxgpt.cluster.hardware import accelerator_expected
 
 
 class CommandFailed(Exception):
-    """A command failed; the message contains the command and its error."""
+    """A command failed; the message contains its module and its exit status."""
 
 
 class Missing(Exception):
