@@ -104,10 +104,10 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 
 
 def plots_text(run: RunFiles, width: int) -> str:
-    """Return a text summary of a run and its curves, `width` (at least 31) columns wide.
+    """Return a text summary of a run, with plots that are `width` (at least 31) columns wide.
 
-    For a nearly constant curve, such as the memory in use, the range is given instead of a plot.
-    The newest `LayersRecord`, if any, is plotted against the layers.
+    If a curve is nearly constant and its panel has no logarithmic axis, its range is given instead
+    of a plot. The newest `LayersRecord`, if any, is plotted against the layers.
     """
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
@@ -137,8 +137,8 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if --sort names an unknown column, if a file cannot be written, or if --png
-    is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
+    Raises `UsageError` if the rows lack the column in --sort, if a file cannot be written, or if
+    --png is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":
@@ -177,7 +177,9 @@ def goodput_report(run: RunFiles, width: int) -> str:
 
 
 def spikes_report(run: RunFiles, png: Path | None) -> str:
-    """Return a table of a run's spikes. If `png` is given, plot the loss curve to that file.
+    """Return a table of a run's spikes, skips and rewinds. Plot the loss curve to the file `png`.
+
+    If `png` is None, nothing is plotted.
 
     Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """

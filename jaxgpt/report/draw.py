@@ -49,7 +49,7 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
-    """Plot all panels that have values, and write the plots to a file.
+    """Plot all panels whose first curve has values, and write the plots to a file.
 
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """

@@ -113,7 +113,7 @@ class Plots:
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:
-    """Return the report as one HTML page.
+    """Return the report on one or more runs as one HTML page.
 
     Raises `UsageError` if Bokeh is not installed, and `OSError` if a starts.jsonl cannot be read.
     """
@@ -126,7 +126,7 @@ def page(runs: Sequence[RunFiles], title: str) -> str:
 
 
 def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
-    """Return the HTML `above` and `below` the plots.
+    """Return the HTML `above` and `below` the plots of one or more runs.
 
     Raises `OSError` if a starts.jsonl cannot be read.
     """

@@ -55,8 +55,8 @@ class Series(NamedTuple):  # a curve or marks in a panel
 def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
     """Return the curves of one run in a panel, followed by the marks for its events.
 
-    The list has the same length for all runs. Each curve has at most `limit` points, or none if the
-    run has no finite values. `limit` must be at least 2.
+    The list has the same length for all runs. Each curve has at most `limit` points, or none if it
+    has no finite values. `limit` must be at least 2.
     """
     out = []
     for kind, key, label in panel.curves:
@@ -87,7 +87,7 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred moving mean of `values` (N,) over 2% of the curve: (N,).
+    """Return the centred moving mean of `values` (N,) over about 2% of the curve: (N,).
 
     Non-finite values are left out of the means, and become NaN.
     """
@@ -103,8 +103,8 @@ def extremes(values: np.ndarray, limit: int) -> np.ndarray:
     """Return the indices of at most `limit` values: the first, the last, and extremes.
 
     The indices (int64) are increasing. If there are at most `limit` values, all are kept.
-    Otherwise, `values` (N,) is split into (limit - 2) / 2 equal parts, and the extremes of each
-    part are kept. `limit` must be at least 2.
+    Otherwise, `values` (N,) is split into (limit - 2) // 2 nearly equal parts, and the minimum and
+    maximum of each part are kept. `limit` must be at least 2.
     """
     if (n := len(values)) <= limit:
         return np.arange(n)

@@ -15,8 +15,9 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the newest `MAX_RUNS` runs at / and each run at /NAME until interrupted.
 
-    The files in run directories are not served. Raises `UsageError` if a path has no run, if a
-    metrics.jsonl cannot be read, if Bokeh is not installed, or if the port cannot be opened.
+    Runs that are created later are shown only at /. The files in run directories are not served.
+    Raises `UsageError` if a path has no run, if a metrics.jsonl cannot be read, if Bokeh is not
+    installed, or if the port cannot be opened.
     """
     runs = read_runs(paths)
     Plots(runs[:1], MAX_POINTS)  # raises `UsageError` if Bokeh is not installed
@@ -37,7 +38,8 @@ def serve(paths: Sequence[Path], port: int) -> None:
 def page_of(paths: Sequence[Path]) -> Callable[[Any], None]:
     """Return a function that fills a Bokeh document with the newest `MAX_RUNS` runs in `paths`.
 
-    The document is updated every `PERIOD` ms.
+    The document is updated every `PERIOD` ms. The function raises `UsageError` if a path has no run
+    or a metrics.jsonl cannot be read, and `OSError` if a starts.jsonl cannot be read.
     """
 
     def fill(document: Any) -> None:
