@@ -39,7 +39,7 @@ def sparkline(values: Sequence[float]) -> str:
     """Return a row of at most `WIDTH` bars.
 
     If there are more than `WIDTH` values, each bar shows the mean of several consecutive values.
-    `values` must not be empty.
+    `values` must be finite and not empty.
     """
     n = min(WIDTH, len(values))
     edges = [i * len(values) // n for i in range(n + 1)]

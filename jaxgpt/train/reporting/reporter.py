@@ -54,7 +54,8 @@ class Reporter:
     """Writes the log, the records and the files that describe a run.
 
     Every process has a reporter. Process 0 prints and writes all files. If train.log_all_ranks is
-    set, each of the other processes writes its own log.
+    set, each of the other processes writes its own log. On process 0, methods that log raise
+    `BrokenPipeError` if nothing reads the output any more.
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
@@ -82,9 +83,10 @@ class Reporter:
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log the header. Process 0 also writes cluster.json, and config.yaml if it is missing.
 
-        If the log is new, the legend of the training lines follows the header. Without a terminal,
-        the legend is printed only if train.verbose is set. `facts` is the result of
-        `initialize_jax`. Raises `UsageError` on process 0 if a file cannot be written.
+        Process 0 appends a line to starts.jsonl. If the log is new, the legend of the training
+        lines follows the header. Without a terminal, the legend is printed only if train.verbose is
+        set. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
+        cluster.json or config.yaml cannot be written.
         """
         if not self._enabled:
             return
@@ -133,8 +135,8 @@ class Reporter:
     def start(self, loader: Loader) -> None:
         """Write config.yaml, log the start of training, and start timing the steps.
 
-        Call this once, before the first step. `loader` reads the training batches. Raises
-        `UsageError` on process 0 if config.yaml cannot be written.
+        Only process 0 writes config.yaml. Call this once, before the first step. `loader` reads the
+        training batches. Raises `UsageError` on process 0 if config.yaml cannot be written.
         """
         if self._cluster.is_main:
             self._keep_config()
@@ -182,8 +184,9 @@ class Reporter:
     def gather_host_times(self, step: int) -> None:
         """Send this process's host times to process 0, which logs stragglers.
 
-        With several processes, this happens every train.log_interval steps. The times are
-        piggybacked on the next heartbeat, so nothing waits for them.
+        With several processes, this happens every train.log_interval steps. With a single process,
+        this does nothing. The times are piggybacked on the next heartbeat, so nothing waits for
+        them.
         """
         if self._cluster.size == 1 or step % self._config.train.log_interval:
             return
@@ -334,9 +337,9 @@ class Reporter:
     def log(self, record: Record | None) -> None:
         """Send a record to every tracker, and log its line. Do nothing if `record` is None.
 
-        Only process 0 does this, unless train.log_all_ranks is set. `record` must be a
-        `TrainRecord` or have a kind in `_LINES`. Call `restart` first, because it opens the
-        trackers. Raises `BrokenPipeError` if nothing reads the output any more.
+        Only process 0 has trackers. Other processes log the line only if train.log_all_ranks is
+        set. `record` must be a `TrainRecord` or have a kind in `_LINES`. Call `restart` first,
+        because it opens the trackers.
         """
         if record is None or not self._enabled:
             return
@@ -366,7 +369,7 @@ class Reporter:
             self.info(spikes_table(read_records(self._run.directory / METRICS)))
 
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
-        """Log how the run ended, and close every log.
+        """Log how the run ended, and close every log and tracker.
 
         If the last evaluation was after `step`, its losses are appended to `last_line`.
         `has_failed` is True unless the run has finished or has stopped with a checkpoint.
