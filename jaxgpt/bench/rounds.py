@@ -104,9 +104,7 @@ class Rounds:
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
         """Trace `n_steps` runs of the compiled step into `directory`.
 
-        Returns the result of `Tracing.stop`.
-
-        Raises `ValueError` if JAX has written no trace.
+        Returns the result of `Tracing.stop`, and raises whatever it raises.
         """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.run_compiled_step(n_steps)

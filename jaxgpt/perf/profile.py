@@ -56,7 +56,8 @@ class Tracing:
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
         `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
         `may_be_incomplete` is True on GPUs if the operations take less than half of the step time.
-        Raises `ValueError` if JAX has written no trace.
+        Raises `RuntimeError` if JAX cannot write the trace, and `ValueError` if it has written no
+        trace.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -83,8 +84,7 @@ class StepProfile:
     """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
-    step. All processes call every method. `after` and `close` raise `ValueError` if JAX has written
-    no trace.
+    step. All processes call every method. `after` and `close` raise whatever `Tracing.stop` raises.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):

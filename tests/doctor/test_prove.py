@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxgpt.config import UsageError
 from jaxgpt.doctor.prove.checks import CHECKS, memory, profile
-from jaxgpt.doctor.prove.command import markdown, run_check
+from jaxgpt.doctor.prove.command import markdown, read_results, run_check
 from jaxgpt.doctor.prove.measure import CommandFailed, Commands, row
 from jobs import command, environment, run
 
@@ -93,6 +94,13 @@ def test_checks_run_in_order_within_their_limits_and_a_second_call_continues(tmp
     assert call() == (0, [])
     assert call("ab") == (0, ["ab: x", "ab: y"])  # checks that are named run again
     assert (out / "ab-x").is_dir() and (out / "ab-y").is_dir()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"checks": {"gpt2": {"rows": []}}}'])
+def test_results_of_another_format_are_refused(tmp_path, text):
+    (tmp_path / "prove.json").write_text(text)
+    with pytest.raises(UsageError, match="does not contain results of prove"):
+        read_results(tmp_path)
 
 
 class OneGPU(Commands):

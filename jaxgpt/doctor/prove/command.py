@@ -139,7 +139,7 @@ def read_results(out: Path) -> Results:
         out.mkdir(parents=True, exist_ok=True)
         results = json.loads(path.read_text())["checks"] if path.exists() else {}
         for result in results.values():
-            [Row(**row) for row in result["rows"]]
+            _ = result["status"], result["reason"], [Row(**row) for row in result["rows"]]
         return results
     except OSError as error:
         raise UsageError(
