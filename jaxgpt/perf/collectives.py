@@ -38,9 +38,9 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     The collectives are sorted by number of mesh axes, then by axes, then by kind. `hlo` is
     `compiled.as_text()`, and `mesh` maps axis names to sizes. Only the kinds in `COLLECTIVES` are
     counted. Operations in a loop are counted once per iteration. Operations within a single device
-    are left out. In a conditional, only the branch
-    with the most communication is counted. XLA may use groups over part of an axis for a layout
-    change. These are reported as groups over the whole axis.
+    are left out. In a conditional, only the branch with the most communication is counted. XLA may
+    use groups over part of an axis for a layout change. These are reported as groups over the whole
+    axis.
 
     Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
     number of iterations of a loop with collectives is unknown.

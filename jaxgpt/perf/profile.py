@@ -188,10 +188,9 @@ def summary(
     `device_seconds` is the total of all operations, and `categories` holds the total of each
     category. `operations` is a list of the `ROWS` most expensive operations: dicts with `name`,
     `category`, `source`, `seconds`, `share` (of `device_seconds`) and `count` (executions per step
-    and device). `parts` is a list of
-    dicts with `category`, `source` and `seconds`. Each covers all operations with the same category
-    and source line. The most expensive come first in both lists. `collective_waiting` is the time
-    spent in collectives in excess of the fastest device's time.
+    and device). `parts` is a list of dicts with `category`, `source` and `seconds`. Each covers all
+    operations with the same category and source line. The most expensive come first in both lists.
+    `collective_waiting` is the time spent in collectives in excess of the fastest device's time.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())
