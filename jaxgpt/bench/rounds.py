@@ -32,9 +32,9 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
-    The state carries over from round to round. At the end of each round, the trainer calls `save`
-    with its state, because this object serves as the trainer's `Checkpoints`. All processes call
-    each method together.
+    The state carries over from round to round. At the end of `train`, the trainer calls `save` with
+    its state, because this object serves as the trainer's `Checkpoints`. All processes call each
+    method together.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):

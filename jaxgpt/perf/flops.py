@@ -36,7 +36,7 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
 
 
 class HostTimes(NamedTuple):
-    """Number of steps that a process has run since its timer started, and the time they took."""
+    """Number of steps that a process has dispatched since its timer started, and their time."""
 
     steps: int
     seconds: float  # spent on steps
