@@ -40,12 +40,12 @@ def expand_user(path: str, key: str = "") -> str:
     Raises `UsageError` if the home directory is unknown, or if the path or a name in it is too long
     or contains a null character. The message begins with `key`.
     """
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
-        raise UsageError(f"{key}{path}: no home directory is known; use an absolute path")
+    found = path if "\0" in path else os.path.expanduser(path)
     sizes = [len(name.encode(errors="replace")) for name in found.split("/")]
     if max(sizes) > MAX_NAME or sum(sizes) > MAX_PATH or "\0" in found:
         raise UsageError(f"{key}{shorten(path)!r}: not a valid file name; use another name")
+    if found.startswith("~"):
+        raise UsageError(f"{key}{path}: no home directory is known; use an absolute path")
     return found
 
 
@@ -114,5 +114,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text. If it has more than `most` characters, truncate it and append `...`."""
+    """Return the text, or its first `most` characters and `...` if it has more characters."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -104,9 +104,9 @@ class MeshShape(dict[str, int]):
 
     @property
     def splits_only_batch(self) -> bool:
-        """True for pure data parallelism: devices split the batch and nothing else.
+        """True for pure data parallelism: every axis except `data` has size 1 or -1.
 
-        A size of -1 counts as 1. A single device counts as pure data parallelism.
+        A single device counts as pure data parallelism.
         """
         shards = self.split_of("shards_parameters")
         return shards == 1 and self.n_devices == self.split_of("splits_batch")

@@ -77,7 +77,8 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
 
     `overrides` are command-line arguments for `parse_args`, which is called with its default
     options. Therefore, settings such as `optimizer.name`, whose allowed values are defined in
-    higher layers, are not checked. Raises `UsageError` like `parse_args`.
+    higher layers, are not checked, and the model options of train.init_from are not read. Notes are
+    printed to stderr. Raises `UsageError` like `parse_args`.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -101,14 +102,15 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints all keys, or the keys of one group (`--help model`), and exits with status 0.
+    `--help` prints all keys and exits with status 0. If the first word without a dash is a group
+    (`--help model`), only the keys of this group are printed.
     `train.batch_size_per_device` is converted to `train.batch_size` and set to None (for the
     exception, see `counts_devices_later`).
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
             `--config`. Without `--config`, the settings come from the first available source: a
-            readable config.yaml in `--out`, `saved_settings`, or a preset (`tiny`, or another
+            valid config.yaml in `--out`, `saved_settings`, or a preset (`tiny`, or another
             program's preset if `argv` has that program's flags). The file's `out` is ignored. If
             `argv` sets a data source, the file's data sources are ignored. If `argv` sets
             `train.batch_size`, the file's `train.batch_size_per_device` is ignored. If the settings
@@ -116,10 +118,10 @@ def parse_args(
         prog: Name of the command, for `--help` and for corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options of the
             initial weights, by name. These options override the defaults and a preset, but not the
-            user's YAML file, the run directory or the command line. However, a preset can reduce
-            model.block_size. Called only if train.init_from is set.
+            user's YAML file, the run directory or the command line. However, a preset in `--config`
+            can reduce model.block_size. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            Called if `--config` is not given and `--out` has no readable config.yaml.
+            Called if `--out` is given without `--config` and has no valid config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, they are not checked.
         note: Called with each remark, such as a note about another program's flags or the computed
@@ -128,9 +130,10 @@ def parse_args(
             default, this combination is an error.
 
     Raises:
-        UsageError: If a file is missing or unreadable, or if a setting is unknown or malformed, has
-            no effect, or contradicts another setting. Also raises whatever `initial_model` and
-            `saved_settings` raise.
+        UsageError: If a file is missing or unreadable, if a setting is unknown or malformed, if
+            settings contradict each other, or if `check_choices` rejects a setting. Also raises
+            whatever `initial_model` and `saved_settings` raise, but an `OSError` may be raised as a
+            `UsageError`.
     """
     choices = choices or {}
     if is_help(argv):
@@ -277,9 +280,9 @@ def train_command(
     """Translate another program's arguments; return the jaxgpt.train command and remarks.
 
     `config` is the preset to use if the arguments neither select a preset nor identify the other
-    program. None means no preset. `quote` quotes an argument for the shell. Values that contain
-    shell variables, such as $SIZE, are not checked. Arguments that cannot be translated are left
-    out, and a remark lists them.
+    program. None means no preset. `quote` quotes an argument for the shell. Shell variables, such
+    as $SIZE, are copied unchecked if the value needs no conversion. Invalid values and arguments
+    that cannot be translated are corrected or left out, and the remarks explain each of them.
     """
     line = translate(argv, presets(), guesses=False)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -321,7 +324,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
     A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
     default, and so is data.accept_changes unless `argv` sets it. Raises `UsageError` if `argv`
-    contains another setting or a malformed value, or if the result is not valid.
+    contains another setting, a malformed value, or data.dataset with another data source, or if the
+    result is not valid.
     """
     line = translate(argv, presets())
     if line.problems:
@@ -342,16 +346,18 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def checked(config: Config, choices: Choices | None = None) -> Config:
-    """Validate a configuration as if its values came from a command line, and return it.
+    """Validate a configuration, and return a copy with ~ expanded in paths.
 
-    `parse_args` explains `choices`. Raises `UsageError` if `config` is not a `Config`, if a value
-    is malformed or not one of the choices, or if settings contradict each other.
+    train.batch_size_per_device is converted to train.batch_size. `parse_args` explains `choices`.
+    Settings without an effect are accepted. Raises `UsageError` if `config` is not a `Config`, if a
+    value is malformed or not one of the choices, if settings contradict each other, or if
+    train.batch_size_per_device is set and parallel.mesh contains -1.
     """
     if not isinstance(config, Config):
         raise UsageError(
             f"config: must be a configuration, such as load_config({config!r}), not {config!r}"
         )
-    config = config_from_dict(config.to_dict(), "config")
+    config = _with_known_batch_size(config_from_dict(config.to_dict(), "config"), [])
     validate(config)
     check_choices(config, {}, choices or {})
     return config
@@ -408,7 +414,10 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
 
 
 def presets() -> dict[str, Path]:
-    """Return the preset files by name, from the installed package or a source checkout."""
+    """Return the paths of the preset files by name.
+
+    They come from the installed package or a source checkout.
+    """
     package = Path(__file__).parent.parent
     folders = (package / "configs", package.parent / "configs")
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
@@ -532,7 +541,7 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
 
     `prog` is the name of the command. `choices` maps keys to their allowed values, if their types
     do not list these. If `group` is a section, the text has only the keys of that section.
-    Otherwise, it has all keys.
+    Otherwise, it has all keys, the usage and the names of the presets.
     """
     sections = {
         name: section

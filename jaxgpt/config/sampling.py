@@ -12,7 +12,8 @@ class Sampling:
     """Options that turn logits into the distribution of the next token.
 
     The options are applied in the order of the fields, as in transformers. `top_p` and `min_p`
-    apply only to tokens that the earlier options have kept.
+    apply only to tokens that the earlier options have kept. With a `temperature` of 0, the other
+    options have no effect.
     """
 
     temperature: float = 0.0  # divisor of the logits; 0 always takes the most likely token
@@ -26,6 +27,9 @@ class Sampling:
 
     def check(self, prefix: str = "") -> None:
         """Raise `UsageError` if a value is out of range.
+
+        `temperature` must be 0 or from 1e-6 to 1e6, and `top_k` at least 1. `top_p` and `min_p`
+        must be above 0 and at most 1. `top_k`, `top_p` and `min_p` may also be None.
 
         Args:
             prefix: prefix of option names in error messages, such as "--".

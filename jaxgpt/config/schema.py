@@ -485,7 +485,10 @@ class Config:
 
     @property
     def microbatch_size(self) -> int:
-        """The number of sequences in a microbatch, summed over all devices of the job."""
+        """The number of sequences in a microbatch, summed over all devices of the job.
+
+        train.batch_size_per_device must have been converted to train.batch_size.
+        """
         return self.train.batch_size // self.train.gradient_accumulation_steps
 
     @property

@@ -16,8 +16,8 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 def validate(config: Config) -> None:
     """Raise `UsageError` if settings are invalid or contradict each other.
 
-    Rules that depend on the data, the devices or tables of choices (see `check_choices`) are
-    checked elsewhere.
+    train.batch_size_per_device is ignored (see `with_batch_size`). Rules that depend on the data,
+    the devices or tables of choices (see `check_choices`) are checked elsewhere.
     """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
@@ -346,7 +346,8 @@ def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
 def check_batch(config: Config, shape: MeshShape) -> None:
     """Raise `UsageError` if a microbatch cannot be split evenly over the devices.
 
-    Checks nothing if an axis that splits the batch has size -1.
+    Checks nothing if an axis that splits the batch has size -1. train.batch_size_per_device is
+    ignored.
     """
     axes, n = axes_with("splits_batch"), shape.split_of("splits_batch")
     if all(shape[axis] > 0 for axis in axes) and config.microbatch_size % n:

@@ -63,6 +63,15 @@ def test_paths_and_numpy_numbers_are_valid_values():
     assert checked(plain.replace(out=Path("runs/a"), train__seed=np.int64(3))) == plain
 
 
+def test_a_batch_size_per_device_counts_in_a_library_call_too():
+    config = load_config("tiny").replace(
+        parallel__mesh="2,1,1", train__batch_size_per_device=3, train__gradient_accumulation_steps=5
+    )
+    assert checked(config).train.batch_size == 2 * 3 * 5
+    with pytest.raises(UsageError, match="number of devices is unknown"):
+        checked(config.replace(parallel__mesh="-1,1,1"))
+
+
 def test_a_yaml_file_in_a_folder_without_access_is_one_sentence(monkeypatch):
     def deny(path, **options):
         if path.name == "mine.yaml":
@@ -184,6 +193,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["model.vocab_size=9999999999999"], ["9999999999999", "less than 2^31"]),
         (["train.batch_size=100000000"], ["batch_size=100000000", "fewer than 2^31"]),
         (["out=~nosuchuser/x"], ["out=~nosuchuser/x", "no home directory"]),
+        (["out=~a\0b"], ["out='~a\\x00b'", "not a valid file name"]),
         (["--train-range-to-skip", "0", "2"], ["0 2", "1 <= first"]),
         (["train.gradient_accumulation_steps=5"], ["gradient_accumulation_steps=5", "24"]),
         (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3"]),
