@@ -127,7 +127,8 @@ def _look_up(
 def row_text(run: Path, step: int, row: int) -> str:
     """Return the origin and text of one training row, or the reason why it cannot be read.
 
-    If the data has no tokenizer, token IDs replace the text.
+    If the data has no tokenizer, token IDs replace the text. The result is cached, so later changes
+    to the run or its data have no effect.
     """
     if step < 1:  # the record is damaged
         return f"row {row} cannot be read: there is no step {step}"
@@ -156,10 +157,10 @@ def _chosen_rows(given: str | None, batch_size: int) -> range:
 def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any]:
     """Return the origin of a row of training data, as a dict.
 
-    `sequence` is an index, `corpus` is a name, and `file` is a path. `offset` is the number of
-    tokens in the file before the row. `document` is the number of the row's first document, and
-    `document_start` is the offset of that document in tokens. Both are None if the data has no
-    document index.
+    `sequence` is the index of the row among all rows of the run, from 0. `corpus` is a name, and
+    `file` is a path. `offset` is the number of tokens in the file before the row. `document` is the
+    number of the row's first document, and `document_start` is the number of tokens in the file
+    before that document. Both are None if the data has no document index.
     """
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
@@ -218,9 +219,10 @@ def row_losses(
 ) -> np.ndarray:
     """Return each row's mean loss in nats with the parameters of checkpoint `at`: float32 (B,).
 
-    All processes must call this. `tokens` and `weights` come from `_look_up`. Raises `UsageError`
-    if the mesh does not fit the devices or the batch, or if the checkpoint is damaged or does not
-    fit the configuration. Also raises whatever `initialize_jax` and `restore_params` raise.
+    `at` is a step. `tokens` and `weights` come from `_look_up`. The mean is weighted, and 0 if all
+    weights of the row are 0. This starts JAX. All processes must call this. Raises `UsageError` if
+    the mesh does not fit the devices or the batch, or if the checkpoint is damaged or does not fit
+    the configuration. Also raises whatever `initialize_jax` and `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 
@@ -285,7 +287,8 @@ def show(
 def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:
     """Return the text of a row, with [[ and ]] around the targets that count toward the loss.
 
-    `ids` and `weights` have one number for each token. The first token is not a target.
+    `ids` and `weights` have one number for each token. A target counts unless its weight is 0. The
+    first token is not a target.
     """
     counts = [False, *map(bool, weights[1:])]
     out = []

@@ -102,7 +102,8 @@ def prepare(
     Raises:
         UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,
             if a required package is not installed, or if `check_new` rejects `directory`.
-        OSError: if `directory` cannot be written, or Python's source code cannot be read.
+        OSError: if `directory` cannot be accessed or written, or if Python's source code cannot be
+            read.
     """
     if arguments.command != "text":
         if arguments.out is not None:  # the default folder is reserved for this dataset
@@ -129,8 +130,8 @@ def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """Raise `UsageError` if existing data would be overwritten.
 
     With `overwrite`, tokenizer files and data of the same format may be replaced, but data in the
-    other format still raises an error. Also raises `UsageError` if `directory` is a file. `format_`
-    is "nanogpt" or "megatron".
+    other format still raises an error. Also raises `UsageError` if `directory` is a file, and
+    `OSError` if it cannot be accessed. `format_` is "nanogpt" or "megatron".
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")

@@ -100,9 +100,9 @@ def main(argv: list[str] | None = None) -> None:
 def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGroup) -> bool:
     """Repeat the steps and print the results; return whether anything differs.
 
-    Process 0 prints a line for each step. `steps` must not be empty. `mesh` has the format of
-    `--mesh`. If `mesh` is None, the run's mesh at the first repeated step is used. All processes
-    call this together. This starts JAX.
+    Process 0 prints a line for each distinct step, in ascending order. `steps` must not be empty.
+    `mesh` has the format of `--mesh`. If `mesh` is None, the run's mesh at the first repeated step
+    is used. All processes call this together. This starts JAX.
 
     Raises:
         UsageError: if the mesh is invalid or does not fit the devices, if the data has changed or
@@ -139,7 +139,7 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
 def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     """Return the information about a run that `replay` needs, as a dict of JSON values.
 
-    - `stretches`: a `Stretch` for each step, sorted by step.
+    - `stretches`: a `Stretch` for each distinct step, sorted by step.
     - `records`: the metrics in `COMPARED` of each logged step, keyed by the step as a string.
     - `batch_sizes`: the `BatchSizes.changes` of the run.
     - `fingerprints`: the `Dataset.fingerprints` of the run.
@@ -279,9 +279,9 @@ class Repeater:
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
         """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        The metrics of a skipped step are None. The caller must not use `state` afterwards, because
-        its arrays are donated. All processes call this together. Raises `UsageError` if the data
-        cannot be read.
+        The loss is in nats. The metrics of a skipped step are None. The caller must not use `state`
+        afterwards, because its arrays are donated. All processes call this together. Raises
+        `UsageError` if the data cannot be read.
         """
         import jax
 

@@ -83,7 +83,7 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if a sampling option, a stop string or the seed is out of range."""
+    """Raise `UsageError` if an option or the seed is out of range, or if a stop string is empty."""
     sampling(arguments).check("--")
     if "" in arguments.stop:
         raise UsageError("--stop: is empty; give the string to stop at")
@@ -123,7 +123,10 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[st
 
 
 def read_text(path: Path, where: str) -> str:
-    """Return a file's text. Raises `UsageError` if the file cannot be read or decoded."""
+    """Return a file's text. Raises `UsageError` if the file cannot be read or decoded.
+
+    The message begins with `where`.
+    """
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +149,7 @@ def read_prompt_file(path: Path) -> dict[str, str]:
         if path.suffix == ".jsonl":
             try:
                 prompt = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{where}: is not JSON ({in_words(error)})") from None
             prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if not isinstance(prompt, str):
@@ -160,9 +163,10 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
     """After each batch, yield all samples so far, in the order of the prompts.
 
-    With --stream, unfinished samples are also yielded while they grow. All processes must exhaust
-    the iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be
-    used. Also raises whatever `run_folder` and `Model` raise.
+    With --stream, unfinished samples are also yielded while they grow. Each batch extends the list
+    that was yielded after the previous batch. All processes must exhaust the iterator. Raises
+    `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be used. Also raises
+    whatever `run_folder`, `Model` and `Model.stream` raise.
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)

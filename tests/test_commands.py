@@ -103,6 +103,7 @@ def test_sample_explains_what_is_wrong(arguments, words, capsys):
     ("name", "text", "words"),
     [
         ("a.txt", " \n\n", "a.txt: has no prompts"),
+        pytest.param("a.jsonl", "[" * 100_000, "line 1: is not JSON", id="nested-lists"),
         ("a.jsonl", '"one"\n{"text": "two"}\n', "a.jsonl, line 2: must be a JSON string, or an"),
         ("a.jsonl", "one\n", "a.jsonl, line 1: is not JSON"),
         ("a.jsonl", "3\n", "a.jsonl, line 1: must be a JSON string"),
