@@ -102,8 +102,9 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     """Identify a process that srun started, without using MPI.
 
     JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
-    arbitrary distribution. By default, the step's first host is assumed to run process 0. Its
-    port is below the ephemeral range and is derived from the job and step IDs. Raises `UsageError`
+    arbitrary distribution. By default, the step's first host is assumed to run process 0. If there
+    is only one host, or no node list, the address is 127.0.0.1. The default port is below the
+    ephemeral range and is derived from the job and step IDs. Raises `UsageError`
     if a variable is invalid, if the rank or the number of tasks is missing, or if they contradict
     each other.
     """

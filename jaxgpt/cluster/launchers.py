@@ -42,7 +42,7 @@ class ProcessLayout:
 
     @property
     def is_local(self) -> bool:
-        """Whether all processes run on this host because no scheduler or file lists other hosts."""
+        """True if no scheduler or host file lists hosts, so that all processes run on this host."""
         return self.named_by == "this host"
 
     def __str__(self) -> str:
@@ -141,12 +141,13 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
     """Return one line of text per host, with its ranks and their devices.
 
     The devices are taken from the environment, the known machine or this host. All hosts are
-    assumed to have the same devices.
+    assumed to have the same devices. An example is `host a: rank 0 on device 0+1`.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
     n_devices = machine.devices_per_host if machine else count_accelerators()
     devices = environ[visible].split(",") if visible else [str(i) for i in range(n_devices)]
+    devices = [device for device in devices if device not in ("", "-1")]
     each = len(devices) // per_host
     is_certain = layout.is_local or not _wants_accelerators(environ)
 
@@ -196,7 +197,8 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[La
     the output of its --version.
 
     Raises:
-        UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher.
+        UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher or
+            does not answer within `SLOW_DISK` seconds.
     """
     own, site = _own_mpiexec(), _site(layout, environ)
     unused = f"; {own} is not used" if own else ""

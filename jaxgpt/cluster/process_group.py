@@ -102,7 +102,8 @@ class ProcessGroup:
         """Call `function` on every process, and return this process's result.
 
         If any call raises a `UsageError` or a subclass, all processes raise a plain `UsageError`
-        with the message from the lowest rank that failed. All processes must call this.
+        with the message from the lowest rank that failed. Other exceptions propagate only on the
+        process that raised them. All processes must call this.
         """
         result, error = catch_usage_error(function, *arguments)
         self.raise_if_any(error)
@@ -110,7 +111,10 @@ class ProcessGroup:
 
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
-    """Return (result, None), or (None, message) if `function` raises a `UsageError`."""
+    """Return (result, None), or (None, message) if `function` raises a `UsageError`.
+
+    Other exceptions propagate.
+    """
     try:
         return function(*arguments), None
     except UsageError as error:
@@ -139,8 +143,8 @@ def join_process_group(
 
     If some processes do not start in time, the job ends with status 1 and an error that lists them
     if possible. It also ends with status 1 if ranks or sizes contradict each other. In a job with
-    several processes, this starts the monitor's thread. Under an MPI launcher, it starts the thread
-    and initializes MPI.
+    several processes, this starts the monitor's thread and raises the limit on open files. Under an
+    MPI launcher, it starts the thread and initializes MPI.
 
     Args:
         timeout: seconds to wait for the other processes.
@@ -291,7 +295,7 @@ def _connect_over_mpi(
 def listen(address: str) -> socket.socket:
     """Return a listening socket for process 0 on the port of `address` (0 for any free port).
 
-    Raises `PeerLost` if the port cannot be used.
+    It listens on all network interfaces. Raises `PeerLost` if the port cannot be used.
     """
     v6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if v6 else socket.AF_INET

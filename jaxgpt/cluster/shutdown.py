@@ -107,7 +107,7 @@ def job_exit_handler() -> Iterator[None]:
     Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
     instead: it terminates all processes and prints only the first error. A command-line argument
     that is not valid UTF-8 counts as a `UsageError`. Closed standard streams are replaced by
-    /dev/null.
+    /dev/null. Characters that stdout cannot encode are printed as `?`.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # do not crash on unsupported characters

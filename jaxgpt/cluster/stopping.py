@@ -211,8 +211,9 @@ def time_limit(
 def pbs_seconds(text: str, now: float) -> float | None:
     """Return a job's remaining walltime in seconds at `now` (Unix time), or None if unknown.
 
-    `text` is the output of `qstat -f`. It contains the job's start time, in local time, as `stime`
-    (PBS Professional and OpenPBS) or `start_time` (Torque).
+    The result is negative if the job has exceeded its walltime. `text` is the output of `qstat -f`.
+    It contains the job's start time, in local time, as `stime` (PBS Professional and OpenPBS) or
+    `start_time` (Torque).
     """
     limit = re.search(r"^\s*Resource_List\.walltime = (\d+):(\d\d):(\d\d)\s*$", text, re.MULTILINE)
     start = re.search(r"^\s*(?:stime|start_time) = (.+?)\s*$", text, re.MULTILINE)

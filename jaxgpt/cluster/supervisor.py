@@ -62,9 +62,9 @@ class Supervisor:
         """Run the command until it is done or the supervisor gives up. Return an exit status.
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). After a
-        signal to the supervisor, the status of a failed attempt is replaced by 75 if there is a
-        checkpoint. If no attempt was running when the signal arrived, the status is 75 if there is
-        a checkpoint, and otherwise 128 plus the signal's number.
+        signal to the supervisor, the status of a failed attempt is replaced by 75 if an attempt has
+        reported a checkpoint. If no attempt was running when the signal arrived, the status is 75
+        if an attempt has reported a checkpoint, and otherwise 128 plus the signal's number.
 
         Call this in the main thread. It handles `SIGNALS` and forwards them to the command. Raises
         `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.

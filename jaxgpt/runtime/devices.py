@@ -14,9 +14,10 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return the number of devices that each process of a CPU job simulates.
 
-    JAX_NUM_CPU_DEVICES takes precedence. By default, the processes share the devices of the mesh
-    equally. If the mesh contains -1, each process simulates the smallest number of
-    devices that makes the total a multiple of the product of the other axis sizes.
+    JAX_NUM_CPU_DEVICES takes precedence, and is not compared with the mesh. By default, the
+    processes share the devices of the mesh equally. If the mesh contains -1, each process simulates
+    the smallest number of devices that makes the total a multiple of the product of the other axis
+    sizes.
 
     Raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid, if a process would need more than
     `MAX_CPU_DEVICES` devices, or if the mesh has no -1 and its devices cannot be divided equally
