@@ -259,7 +259,7 @@ def show(
     dataset: Dataset,
     as_json: bool,
 ) -> None:
-    """Print the records and text of rows, or JSON lines that also contain the token IDs.
+    """Print the records and text of rows, or JSON lines with token IDs and any loss weights.
 
     If there is no tokenizer, token IDs are printed instead of text, and `text` in JSON is null. For
     all arguments except `as_json`, see `_look_up`. Raises `UsageError` if the tokenizer needs a

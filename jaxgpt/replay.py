@@ -105,11 +105,12 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     is used. All processes call this together. This starts JAX.
 
     Raises:
-        UsageError: if the mesh is invalid or does not fit the devices, if the data has changed or
-            cannot be read, or if a step cannot be repeated.
+        UsageError: if the mesh is invalid or does not fit the devices, if the configuration in a
+            checkpoint is invalid, if the data has changed or cannot be read, or if a step cannot be
+            repeated.
         DamagedCheckpoint: if a checkpoint is damaged.
         OSError: on process 0, if metrics.jsonl cannot be read.
-        RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
+        RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
     """
     found = cluster.broadcast(
         cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)

@@ -66,8 +66,9 @@ class Supervisor:
         reported a checkpoint. If no attempt was running when the signal arrived, the status is 75
         if an attempt has reported a checkpoint, and otherwise 128 plus the signal's number.
 
-        Call this in the main thread. It handles `SIGNALS` and forwards them to the command. Raises
-        `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.
+        Call this in the main thread. It handles `SIGNALS` and sends SIGUSR1 to the launcher, or
+        SIGTERM if Ctrl-C follows another signal. Raises `OSError` if the launcher cannot be
+        started. Also raises whatever `launcher` raises.
         """
         return asyncio.run(self._run())
 

@@ -346,7 +346,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
 
 def checked(config: Config, choices: Choices | None = None) -> Config:
-    """Validate a configuration, and return a copy with ~ expanded in paths.
+    """Validate a configuration, and return the validated copy.
 
     train.batch_size_per_device is converted to train.batch_size. `parse_args` explains `choices`.
     Settings without an effect are accepted. Raises `UsageError` if `config` is not a `Config`, if a
