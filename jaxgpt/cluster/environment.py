@@ -104,9 +104,8 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
     arbitrary distribution. By default, the step's first host is assumed to run process 0. If there
     is only one host, or no node list, the address is 127.0.0.1. The default port is below the
-    ephemeral range and is derived from the job and step IDs. Raises `UsageError`
-    if a variable is invalid, if the rank or the number of tasks is missing, or if they contradict
-    each other.
+    ephemeral range and is derived from the job and step IDs. Raises `UsageError` if a variable is
+    invalid, if the rank or the number of tasks is missing, or if they contradict each other.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)

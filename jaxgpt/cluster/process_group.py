@@ -87,7 +87,10 @@ class ProcessGroup:
         return self.monitor.allgather(value)
 
     def barrier(self) -> None:
-        """Wait for all processes. Call this before JAX's first collective: Gloo waits only 30 s."""
+        """Wait until all processes have called this.
+
+        Call this before JAX's first collective, because Gloo waits only 30 s.
+        """
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
@@ -149,7 +152,8 @@ def join_process_group(
     Args:
         timeout: seconds to wait for the other processes.
         limit: how long a process may be silent or make no progress before the job ends with status
-            70. None means no limit.
+            70. None means no limit. In a single-process job, the limit applies after
+            `monitor.start`.
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:

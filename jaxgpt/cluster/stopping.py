@@ -241,4 +241,6 @@ def ask(*command: str) -> tuple[str, str]:
         return "", f"no answer within {COMMAND:.0f} s"
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
-    return ("", ran.stderr.strip()[:200] or "status 1") if ran.returncode else (ran.stdout, "")
+    if ran.returncode:
+        return "", ran.stderr.strip()[:200] or f"status {ran.returncode}"
+    return ran.stdout, ""

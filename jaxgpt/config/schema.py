@@ -493,7 +493,10 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """True if gradients are accumulated over microbatches and reduced only once per step."""
+        """True if there are several microbatches, and no setting asks for a reduction after each.
+
+        These settings are parallel.reduce_every=microbatch and parallel.offload=state.
+        """
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
 

@@ -14,10 +14,12 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 
 
 def validate(config: Config) -> None:
-    """Raise `UsageError` if settings are invalid or contradict each other.
+    """Raise `UsageError` if settings contradict each other.
 
-    train.batch_size_per_device is ignored (see `with_batch_size`). Rules that depend on the data,
-    the devices or tables of choices (see `check_choices`) are checked elsewhere.
+    Also raises it if a range of steps is malformed, a path is empty, or a size is too large.
+    train.batch_size_per_device is ignored (see `with_batch_size`). The types and bounds of single
+    settings are checked elsewhere, and so are rules that depend on the data, the devices or tables
+    of choices (see `check_choices`).
     """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)

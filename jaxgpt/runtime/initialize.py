@@ -201,7 +201,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
 
 def pin_settings() -> list[str]:
-    """Apply the settings in `PINNED`. Return a warning for each setting that had another value."""
+    """Apply the settings in `PINNED`. Return warnings for the settings that had another value."""
     import jax
 
     notes = []
@@ -309,8 +309,8 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 def clear_proxies() -> list[str]:
     """Unset the *_proxy variables except no_proxy, so that gRPC connects directly.
 
-    This includes upper-case names. Returns a log line with the names of the variables, or an empty
-    list if none were set.
+    This includes upper-case names. Returns a list with a log line that names the variables, or an
+    empty list if none were set.
     """
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:

@@ -192,6 +192,7 @@ def test_pbs_is_asked_for_this_job(scheduler):
     [
         ("echo Job_Name = gpt2", "does not report it (no walltime); "),
         ("echo Socket timed out >&2; exit 1", "does not report it (Socket timed out); "),
+        ("exit 35", "does not report it (status 35); "),
         ("exec sleep 20", "does not report it (no answer within 1 s); "),
         (None, "does not report it (qstat: No such file or directory); "),
     ],
