@@ -62,7 +62,10 @@ class Stretch(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A metric that differs from its record after a step is repeated."""
+    """A metric that differs from its record after a step is repeated.
+
+    A value is None if it is not finite, or if the step is skipped.
+    """
 
     step: int
     name: str
