@@ -35,7 +35,9 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of a data.file_list, except blank lines and comments (#).
+    """Return the lines of a data.file_list, without surrounding spaces.
+
+    Blank lines and lines that begin with # are left out.
 
     Raises:
         UsageError: if the file cannot be read or lists no sources.
@@ -102,7 +104,10 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 
 
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
-    """Return (share of all samples, corpus) for each source. They determine the sample order."""
+    """Return (share of all samples, corpus) for each source.
+
+    They determine the source of every sample.
+    """
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
@@ -135,7 +140,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return (index of the corpus of sample n, number of its earlier samples); n is from 0."""
+        """Return (index of sample n's corpus, number of earlier samples from it), for n >= 0."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -252,7 +257,7 @@ class Blend:
         ]
 
     def __getitem__(self, n: int) -> tuple[int, int, int]:
-        """Return the corpus and source of sample n (from 0), and its number within the source."""
+        """Return (corpus, source, number within the source) of sample n, all counted from 0."""
         corpus, within = self._corpora[n]
         member, number = self._sources[corpus][within]
         return corpus, self._members[corpus][member], number

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError
+from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError, expand_user
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
 from jaxgpt.data.source import PARTS, SPLITS, Document, OpenSource
@@ -67,7 +67,8 @@ class Dataset:
     def fingerprints(self) -> list[list[str]]:
         """The [path, hash] of each source; the hash is the `fingerprint` of its open splits.
 
-        Raises `UsageError` if a file cannot be read or is too short, or if a mask is invalid.
+        Only a sample of the pages is hashed (see `verify`). Raises `UsageError` if a file cannot be
+        read or is too short, or if a hashed mask byte is not 0 or 1.
         """
         pages, out = self._pages_of_each, []
         for source in self.sources:
@@ -117,9 +118,9 @@ class Dataset:
         pages per source.
 
         Raises:
-            UsageError: if a file cannot be read or is too short, if a token is outside the
-                vocabulary, if a loss mask holds a byte other than 0 or 1, or if there is only one
-                source and it does not match the fingerprint in its meta.json.
+            UsageError: if a file cannot be read or is too short, if the sample has a token outside
+                the vocabulary or a mask byte other than 0 or 1, or, for a single source, if its
+                open splits do not match the fingerprint in its `meta`.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -137,11 +138,13 @@ class Dataset:
 def dataset_directory(data: DataConfig) -> Path:
     """Return data.path or, if it is not set, the folder of data.dataset, which need not exist.
 
-    Datasets are in $JAXGPT_DATA, by default ~/.cache/jaxgpt.
+    Datasets are in $JAXGPT_DATA, by default ~/.cache/jaxgpt. Raises `UsageError` if the home
+    directory is needed but unknown.
     """
     if data.path is not None:
         return Path(data.path)
-    home = os.environ.get("JAXGPT_DATA") or Path.home() / ".cache" / "jaxgpt"
+    key = f"data.dataset={data.dataset}: "
+    home = os.environ.get("JAXGPT_DATA") or expand_user("~/.cache/jaxgpt", key)
     return Path(home) / data.dataset
 
 
@@ -149,8 +152,8 @@ def entries(data: DataConfig) -> list[BlendEntry]:
     """Return the sources in a configuration, without opening them.
 
     Raises:
-        UsageError: if data.file_list cannot be read or is empty, or if `parse_lines` rejects a
-            line.
+        UsageError: if data.file_list cannot be read or is empty, if `parse_lines` rejects a line,
+            or if the home directory is needed but unknown.
     """
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
@@ -170,8 +173,9 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     None, the vocabulary size comes from `vocabulary_size`, and the token defaults to 0.
 
     Raises:
-        UsageError: if data.document_mask is set and the end-of-text token is unknown or outside the
-            vocabulary. Also raises whatever `vocabulary_size` raises.
+        UsageError: if data.document_mask is set and the end-of-text token of `dataset` is unknown
+            or the token is outside the vocabulary. Without `dataset`, also raises whatever
+            `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -197,9 +201,9 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     If model.vocab_size is set, no file is read.
 
     Raises:
-        UsageError: if the size is unknown, if data.file_list or a blend is invalid, if the data is
-            damaged or cannot be read, if a tokenizer cannot be loaded, or if sources have different
-            tokenizers.
+        UsageError: if the size is unknown, if the data is damaged or cannot be read, if a tokenizer
+            cannot be loaded, or if a source's tokenizer differs from data.tokenizer or another
+            source's. Also raises whatever `entries` raises.
     """
     if model.vocab_size:
         return model.vocab_size
@@ -221,11 +225,11 @@ def open_dataset(
     on open files is raised if necessary.
 
     Raises:
-        UsageError: if data.file_list or a blend is invalid, if files are missing, damaged,
-            unreadable or too short for one row of each split, if a source does not have all of the
-            `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
-            than model.vocab_size, if sources have different tokenizers, or if there are more files
-            than the process may open.
+        UsageError: if files are missing, damaged, unreadable or too short for one row of each
+            split, if a source does not have all of the `splits`, if a tokenizer cannot be loaded,
+            if the vocabulary size is unknown or larger than model.vocab_size, if a source's
+            tokenizer differs from data.tokenizer or another source's, or if there are more files
+            than the process may open. Also raises whatever `entries` raises.
     """
     least = model.block_size + 1
     sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))

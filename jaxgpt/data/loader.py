@@ -50,8 +50,9 @@ class Loader:
         """Prepare to read a split.
 
         Args:
-            split: "train" or "val".
-            seed: seed for the sample order.
+            split: a split with more than model.block_size tokens in every source.
+            batch_sizes: number of rows in the batch of each step.
+            seed: seed for the sample order and the random tokens.
             sharding: sharding of the global batches; if None, only NumPy rows can be read.
             random_steps: first and last steps of the ranges that train on random tokens.
         """
@@ -120,7 +121,7 @@ class Loader:
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
-        """Return the number of tokens that steps 1 to `step` consume from each corpus."""
+        """Return how many tokens steps 1 to `step` consume from each corpus, in `names` order."""
         counts = self._blend.counts(self.batch_sizes.consumed(step))
         return [n * (self._row_length - 1) for n in counts]
 
@@ -169,7 +170,8 @@ class Loader:
     def batch(self, step: int) -> "jax.Array | TokenRows":
         """Return the global batch of a step: int32 (B, T+1), or `TokenRows` if the data has masks.
 
-        The loader must have a sharding. Raises whatever `read` and `read_weights` raise.
+        The loader must have a sharding. All processes must call this. Raises whatever `read` and
+        `read_weights` raise.
         """
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
@@ -181,7 +183,7 @@ class Loader:
         return TokenRows(tokens, weights)
 
     def batches(self, steps: Iterable[int]) -> Generator["jax.Array | TokenRows", None, None]:
-        """Yield the batches of `steps`. A thread prefetches two batches.
+        """Yield the batches of `steps`. A thread prefetches up to two batches.
 
         Raises whatever `batch` raises. Close the iterator to stop the thread early.
         """
@@ -202,8 +204,8 @@ def global_array(
 ) -> "jax.Array":
     """Return a global array of the given shape. Only its first axis (rows) may be sharded.
 
-    `read` returns the values for a range of rows: (rows, ...). Each process reads only the rows on
-    its devices. Raises whatever `read` raises.
+    `read` returns the values for a range of rows: (rows, ...). All processes must call this, and
+    each reads only the rows on its devices. Raises whatever `read` raises.
     """
     import jax
 

@@ -36,20 +36,21 @@ class OpenSource:
     # Tokens of each split. If there is "train" but no "val", a run validates on the end of "train".
     tokens: dict[str, Tokens]
     find_document: FindDocument | None = None  # None if there is no document index
-    meta: dict[str, Any] = field(default_factory=dict)  # contents of meta.json
+    # Contents of meta.json, without a `fingerprint` of other tokens; {} if there is no meta.json.
+    meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Format(NamedTuple):
     """A storage format for tokens.
 
-    Both functions take the path of a source, such as data.path, and raise `OSError` if a file or
-    folder cannot be read.
+    Both functions take the path of a source, such as data.path, and may raise `OSError` if a file
+    or folder cannot be read.
     """
 
     recognise: Callable[[Path], bool]  # True if a path has this format, even if files are missing
     open: Callable[[Path], OpenSource]
     """Opens a path that `recognise` accepts, without reading tokens. Raises `UsageError` if files
-    are missing or damaged."""
+    are missing, damaged or unreadable."""
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Tokens:
         return self.file.read(self.first + start, count)
 
     def read_weights(self, start: int, count: int) -> np.ndarray:
-        """Return the loss weights (0 or 1) of `count` tokens, starting at token `start`.
+        """Return the loss weights (0 or 1) of `count` tokens of this part, starting at `start`.
 
         Each weight multiplies the loss of predicting its token. The result is uint8, shape
         (count,).
@@ -157,9 +157,9 @@ class Tokens:
         """Yield (offset of the first token, token IDs) for up to `most` evenly spaced pages.
 
         A page has `PAGE` bytes, but the last page may be shorter. Offsets count tokens from the
-        start of this part of the file. The IDs have the file's dtype and shape (n,). The first page
-        is always included, and the last page is included if `most` > 1. Raises `UsageError` if the
-        file cannot be read or is too short.
+        start of this part of the file. The IDs have the file's dtype and shape (n,). The pages
+        include the first page and, if `most` > 1, the last page. An empty part has no pages. Raises
+        `UsageError` if the file cannot be read or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)

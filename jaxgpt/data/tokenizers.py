@@ -71,13 +71,14 @@ class Tokenizer(abc.ABC):
         """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens.
 
         `tokens` has shape (tokens,), and all IDs must be in the vocabulary. With a `FileTokenizer`,
-        an incomplete character counts as 3 bytes, the size of U+FFFD.
+        invalid UTF-8 counts as U+FFFD, which has 3 bytes.
         """
 
     def split_point(self, text: str) -> int:
-        """Return a position near the end of `text` where splitting does not change the tokens.
+        """Return a position near the end of `text` where splitting should not change the tokens.
 
-        Returns 0 if no such position is found.
+        Returns 0 if no such position is found. An `HFTokenizer` checks only the text around the
+        position. `text` must not contain surrogates.
         """
         return len(text)
 
@@ -88,7 +89,7 @@ class Tokenizer(abc.ABC):
     def save(self, directory: Path) -> None:
         """Write the tokenizer's file, if it has one, to `directory`.
 
-        An identical file is left unchanged. Raises `OSError` if a file cannot be written.
+        An identical file is left unchanged. Raises `OSError` if a file cannot be read or written.
         """
         return  # only a `FileTokenizer` has a file
 

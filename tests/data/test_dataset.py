@@ -5,8 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxgpt.config import UsageError, load_config
-from jaxgpt.data.dataset import open_dataset, vocabulary_size, with_vocabulary
+from jaxgpt.config import DataConfig, UsageError, load_config
+from jaxgpt.data.dataset import (
+    dataset_directory,
+    open_dataset,
+    vocabulary_size,
+    with_vocabulary,
+)
 from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
 from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer
@@ -134,6 +139,13 @@ def test_a_folder_that_may_not_be_entered_is_refused_with_a_sentence(tmp_path, m
     monkeypatch.setattr(Path, "is_file", deny)
     with pytest.raises(UsageError, match=f"data.path={tmp_path}: .* cannot be read .Permission"):
         use(config.data, config.model)
+
+
+def test_a_dataset_without_a_home_directory_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.delenv("JAXGPT_DATA", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(UsageError, match="data.dataset=mine: .* no home directory is known"):
+        dataset_directory(DataConfig(dataset="mine"))
 
 
 def test_the_fingerprint_follows_the_data(prepared, tmp_path):

@@ -36,8 +36,8 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
     """Prepare character-level Tiny Shakespeare. Return the lines that nanoGPT prints for it.
 
     The dataset is written to `directory`. The text is downloaded if `input_file` is None. Raises
-    `UsageError` if the text cannot be downloaded or read, comes from a pipe, or is too short.
-    Raises `OSError` if `directory` cannot be written.
+    `UsageError` if the text cannot be downloaded or read, is not in a regular file, or is too
+    short. Raises `OSError` if a temporary file or `directory` cannot be written.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
     from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
@@ -73,7 +73,7 @@ def prepare_text(
 
     If all files are text, the last `val_share` of the characters is used for validation, as in
     nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text, or
-    the end of the tokens if there are few documents.
+    the end of the tokens if there are too few documents.
 
     Args:
         directory: folder to write the dataset to.
@@ -85,12 +85,14 @@ def prepare_text(
             applies. Megatron data is not split.
         split: split for all of the text; by default, the text is divided into splits.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
-        end_of_text: name of the end-of-text token, as in `load_tokenizer`.
+        end_of_text: name of the end-of-text token, if `tokenizer` is a path; see `load_tokenizer`.
         pool: processes that tokenize files; by default, this process tokenizes them.
 
     Raises:
-        UsageError: if an option or the input is invalid, or a required package is not installed.
-        OSError: if `directory` cannot be written.
+        UsageError: if an option or the input is invalid, or a required package is missing or too
+            old.
+        OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if
+            `directory` cannot be written.
     """
     from jaxgpt.data.prepare.corpus import Corpus, write_megatron, write_nanogpt
     from jaxgpt.data.prepare.files import find_files, ignored_files
@@ -148,7 +150,7 @@ def prepare_text(
 
 
 def megatron_name(directory: Path) -> str:
-    """Return a folder's name without Megatron's suffix `_KEY_document`."""
+    """Return a folder's name without the suffix `_KEY_document`, where KEY has no underscore."""
     return re.sub(r"_[^_]+_document$", "", directory.name)
 
 

@@ -60,7 +60,8 @@ class ChatTemplate:
         each answer is located by rendering the conversation up to its start and up to its end.
 
         Raises:
-            ValueError: if the template rejects the conversation, or the answers cannot be found.
+            ValueError: if the template rejects the conversation or, without {% generation %}
+                blocks, if an answer cannot be located.
         """
         whole = self._render(messages)
         if self._marks_answers:
@@ -98,7 +99,7 @@ class ChatTemplate:
 
 
 def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
-    """Return the paths of tokenizer_config.json and the template.
+    """Return the paths of a tokenizer's tokenizer_config.json and chat template.
 
     The template is `given` or, by default, chat_template.jinja. The files need not exist.
     """

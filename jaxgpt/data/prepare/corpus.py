@@ -43,8 +43,8 @@ class Corpus:
         """Return the input files, each with the rule for dividing it into splits.
 
         If `split` is set, no file is divided. Otherwise, if all files are text, their concatenated
-        text is divided at one character. If `pool` is given, it counts the characters in parallel.
-        In all other cases, a hash of each document's text selects the document's split. Raises
+        text is divided at one character. In all other cases, a hash of each document's text selects
+        the document's split. `pool` counts the characters of text files in parallel. Raises
         `UsageError` if characters are counted and a file is unreadable or not UTF-8.
         """
         if self.split is not None:
@@ -94,12 +94,14 @@ def write_nanogpt(
     parallel and does not affect the result.
 
     Raises:
-        UsageError: if the input cannot be read or encoded, or is a pipe that would be read twice;
-            if a split would have fewer than two tokens, or the vocabulary fewer than two entries;
-            if only some documents have answers; or if a chat template is missing or invalid.
-        OSError: if `directory` cannot be written.
+        UsageError: if the input cannot be read or encoded; if a pipe would be read twice; if a
+            split would have fewer than two tokens, or the vocabulary fewer than two entries; if
+            only some documents have answers; if a chat template is missing, invalid or
+            unnecessary; or if a required package is missing or too old.
+        OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if
+            `directory` cannot be written.
     """
-    pipe = next((path for path in corpus.files if not path.is_file()), None)
+    pipe = next((path for path in corpus.files if path.exists() and not path.is_file()), None)
     counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
     if pipe and (tokenizer is None or counts_text):
         raise UsageError(
@@ -207,9 +209,11 @@ def write_megatron(
     parallel and does not affect the result.
 
     Raises:
-        UsageError: if the input cannot be read or encoded, is empty or needs a loss mask, or if a
-            document has more than 2^31 - 1 tokens.
-        OSError: if the files cannot be written.
+        UsageError: if the input cannot be read or encoded, is empty or needs a loss mask, if a
+            document has more than 2^31 - 1 tokens, if a chat template is missing, invalid or
+            unnecessary, or if a required package is missing or too old.
+        OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if the
+            files cannot be written.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
     files = [InputFile(path, corpus.lines) for path in corpus.files]

@@ -35,31 +35,35 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
     folder are sorted by path.
 
     Raises:
-        UsageError: if a path does not exist, a folder has no suitable files, or a file name ends in
-            .zst.
+        UsageError: if a path does not exist or cannot be accessed, a folder has no suitable files,
+            or a file name ends in .zst.
     """
     files = []
     for path in inputs:
-        if path.is_dir():
-            found = [file for file in _files_in(path) if _belongs(file)]
-            if not found:
-                suffixes = ", ".join(TEXT + JSON[:2] + PARQUET)
-                raise UsageError(
-                    f"--input {path}: contains no files named {suffixes} (also .gz); give the "
-                    "files themselves, which may have any name"
-                )
-            files += found
-        elif path.exists():
-            files.append(path)
-        else:
+        try:
+            is_missing, is_folder = not path.exists(), path.is_dir()
+            found = list(filter(_belongs, _files_in(path))) if is_folder else [path]
+        except OSError as error:
+            raise UsageError(f"--input {path}: cannot be read ({in_words(error)})") from None
+        if is_missing:
             raise UsageError(f"--input {path}: cannot be read (no such file)")
-    if packed := [path for path in files if path.suffix == ".zst"]:
+        if not found:
+            suffixes = ", ".join(TEXT + JSON[:2] + PARQUET)
+            raise UsageError(
+                f"--input {path}: contains no files named {suffixes} (also .gz); give the "
+                "files themselves, which may have any name"
+            )
+        files += found
+    if packed := [path for path in files if path.suffix.lower() == ".zst"]:
         raise UsageError(f"--input {packed[0]}: zstd is not supported; decompress it with zstd -d")
     return files
 
 
 def ignored_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the files in input folders that `find_files` skips because of their suffixes."""
+    """Return the files in input folders that `find_files` skips because of their suffixes.
+
+    Raises `OSError` if a file in a folder cannot be accessed.
+    """
     return [file for path in inputs for file in _files_in(path) if not _belongs(file)]
 
 
@@ -113,7 +117,7 @@ def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
 
 
 def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]:
-    """Yield the text of a file in blocks of at most 64 KiB.
+    """Yield the text of a file in blocks of about 64 KiB or less. A block may be empty.
 
     `advance` is called with the number of bytes read from the file. Raises `UsageError` if the file
     cannot be read or is not UTF-8.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, in_words
 from jaxgpt.data.nanogpt import mask_path
 from jaxgpt.data.prepare.chat_template import template_files
 from jaxgpt.data.prepare.files import Advance
@@ -95,8 +95,8 @@ def write_parts(
         pool: the other processes, or None if there are none.
 
     Raises:
-        UsageError: if a file cannot be read or encoded, or only some documents have answers.
-        OSError: if an input file does not exist, or a part cannot be written.
+        UsageError: if only some documents have answers. Also raises the errors of `encode_files`.
+        OSError: if a file from `template_files` cannot be read, or a part cannot be written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -156,7 +156,10 @@ def _groups(files: Sequence[InputFile]) -> Iterator[list[InputFile]]:
 
 
 def _size(file: InputFile) -> int:
-    return file.path.stat().st_size
+    try:
+        return file.path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"--input {file.path}: cannot be read ({in_words(error)})") from None
 
 
 def _write_part(

@@ -57,7 +57,7 @@ class InputFile:
         Raises:
             UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, if a
                 long text file cannot be split without changing its tokens, if a chat template is
-                missing or invalid, or if a required package is missing or too old.
+                missing, invalid or unnecessary, or if a required package is missing or too old.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)
@@ -113,8 +113,7 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file.
 
-    Raises `UsageError` if the file cannot be read or is invalid, or if a required package or chat
-    template is missing.
+    Raises the errors of `InputFile.chunks`.
     """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):
@@ -125,7 +124,7 @@ def characters_of(file: InputFile) -> set[str]:
 def encode_files(
     files: Iterable[InputFile], tokenizer: Tokenizer, advance: Advance
 ) -> Iterator[Encoded]:
-    """Yield the tokens of files in order.
+    """Yield the tokens of files in order, one chunk at a time.
 
     If the tokenizer has an end-of-text token, it is added after each document, unless the document
     has answers and already ends with this token. In a document with answers, the end-of-text token

@@ -50,14 +50,14 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[Path]:
     """Yield a temporary folder for the files SPLIT.bin, which the caller writes.
 
-    The files have the dtype `token_dtype(tokenizer.vocab_size)`. A split may have a loss mask
-    (uint8) at its `mask_path`. When the block ends, meta.json and the tokenizer's file are added,
-    all files are moved to `directory`, and old splits and masks that were not replaced are deleted.
-    `source` describes the origin of the text.
+    The files have the dtype `token_dtype(tokenizer.vocab_size)`. A nonempty split may have a loss
+    mask (uint8) at its `mask_path`, with one byte per token. When the block ends, meta.json and the
+    tokenizer's file are added, all files are moved to `directory`, and old splits and masks that
+    were not replaced are deleted. `source` describes the origin of the text.
 
     Raises:
         OSError: if `directory` cannot be written.
-        UsageError: if a mask is too short or holds a byte other than 0 or 1.
+        UsageError: if a mask is too short, or if a sample of it has a byte other than 0 or 1.
     """
     with scratch_folder(directory) as scratch:
         yield scratch

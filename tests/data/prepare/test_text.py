@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
 from jaxgpt.data.prepare import files, text
 from jaxgpt.data.prepare import writer as publishing
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.builtin import prepare_shakespeare_char, prepare_text
+from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
+from jaxgpt.data.prepare.json_lines import LineFormat
 from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from odd_texts import odd_text
 
@@ -210,6 +213,25 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
             UsageError, match=f"{name}: is not a regular file, but .* are read twice"
         ):
             prepare_text(tmp_path / "d", [tmp_path / name], tokenizer)
+
+
+def test_an_input_that_cannot_be_accessed_is_named_in_the_error(tmp_path, monkeypatch):
+    missing, packed = tmp_path / "no.txt", tmp_path / "a.ZST"
+    packed.touch()
+    with pytest.raises(UsageError, match="--input .*no.txt: cannot be read .No such file"):
+        prepare_shakespeare_char(tmp_path / "d", missing)
+    corpus = Corpus([tmp_path / "no.jsonl"], LineFormat(None, "byte", None))
+    with pytest.raises(UsageError, match="--input .*no.jsonl: cannot be read .No such file"):
+        write_nanogpt(corpus, tmp_path / "d", ByteTokenizer(), "none")
+    with pytest.raises(UsageError, match="a.ZST: zstd is not supported"):
+        prepare_text(tmp_path / "d", [packed], "char")
+
+    def deny(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", deny)
+    with pytest.raises(UsageError, match="--input .*no.txt: cannot be read .Permission"):
+        prepare_text(tmp_path / "d", [missing], "char")
 
 
 @pytest.mark.parametrize(
