@@ -26,9 +26,9 @@ def transformers_folder(given: str, key: str = "") -> Path:
 def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     """Convert a transformers folder in a subprocess, because the conversion starts JAX.
 
-    `out` becomes a run directory with checkpoint 0. Any existing `out` and leftovers of interrupted
-    conversions are deleted first. Raises `UsageError` if the conversion fails. The message begins
-    with `key`.
+    `out` becomes a run directory with checkpoint 0. An existing folder `out` and leftovers of
+    interrupted conversions are deleted first. Raises `UsageError` if the conversion fails. The
+    message begins with `key`.
     """
     for left in (out, *out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         shutil.rmtree(left, ignore_errors=True)

@@ -34,12 +34,12 @@ def from_hf(
         out: run directory to create.
         block_size: new context length in tokens, for a model with rotary positions. If None, the
             length is unchanged.
-        tokenizer: path that `read_tokenizer` accepts. None selects the folder's tokenizer, if there
-            is one.
+        tokenizer: path that `read_tokenizer` accepts. None selects the folder's tokenizer.json or
+            GPT-2 vocabulary files, if there are any.
 
-    Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the
-    tokenizer or `block_size` does not fit the model, or if a required package (`safetensors` or
-    `tokenizers`) is not installed. Also raises whatever `write_weights` raises.
+    Raises `UsageError` if a file in the folder is missing, damaged or not supported, if
+    `block_size` does not fit the model, or if the package `safetensors` is not installed. Also
+    raises whatever `read_tokenizer` and `write_weights` raise.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
@@ -77,8 +77,8 @@ def write_weights(
         tokenizer: the model's tokenizer, or None if it is unknown.
         companions: names of files to copy from `path` to `out` if they exist.
 
-    Raises `UsageError` if a tensor cannot be read, and `OSError` if the tokenizer or a companion
-    cannot be written. Also raises whatever `new_folder` and `WeightsWriter` raise.
+    Raises `UsageError` if a tensor cannot be read, and `OSError` if the tokenizer cannot be written
+    or a companion cannot be copied. Also raises whatever `new_folder` and `WeightsWriter` raise.
     """
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
@@ -133,12 +133,12 @@ def to_hf(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
+        max_bytes: maximum bytes of tensors in a safetensors file, unless a single tensor is larger.
 
-    Raises `UsageError` if the checkpoint or its tokenizer is missing or damaged, if no transformers
-    family fits the model, or if a required package (`safetensors` or `tokenizers`) is not
-    installed. Raises `OSError` if a file cannot be written. Also raises whatever `new_folder` and
-    `write_folder` raise.
+    Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if no
+    transformers family fits the model, or if a required package (`safetensors` or `tokenizers`) is
+    not installed. Raises `OSError` if a file cannot be copied or written. Also raises whatever
+    `new_folder` and `write_folder` raise.
     """
     step = choose_checkpoint(run, step)
     meta = read_meta(run, step)

@@ -73,7 +73,8 @@ class Merged:
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    most_rows: int | None = None  # number of rows without vocabulary padding; None keeps all rows
+    # Number of rows without vocabulary padding, if `axis` is 0. None keeps all rows.
+    most_rows: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,8 +140,8 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
     `path` is a checkpoint folder, or its parent folder. In a parent folder, a file names the latest
     checkpoint, which is used. Raises `UsageError` if the folder is missing, if it has no checkpoint
-    in a supported format, or if the file of any rank is missing. Raises `OSError` if this file
-    cannot be read.
+    in a supported format, or if the file of any rank is missing. Raises `OSError` if the name of
+    the latest checkpoint cannot be read or a folder cannot be accessed.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -225,9 +226,9 @@ def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     {} is replaced by the layer number within the pipeline stage. Names that are not in `MEGATRON`
     are kept. Tensors whose names end in _extra_state are left out.
 
-    Raises `UsageError` if a key is not a short string, or if a dictionary is nested too deeply or
-    appears twice. Shared dictionaries would let a small file expand to an exponential number of
-    tensors.
+    Raises `UsageError` if the key of a tensor or dictionary is not a string of at most `MAX_NAME`
+    characters, or if a dictionary is nested too deeply or appears twice. Shared dictionaries would
+    let a small file expand to an exponential number of tensors.
     """
     out: dict[str, TorchTensor] = {}
     seen: set[int] = set()
@@ -268,9 +269,9 @@ def merged(
 
     The last stage's copy of a tied token embedding is left out.
 
-    Raises `UsageError` if a tensor of tensor rank 0 is missing on another rank of the same stage,
-    if num_layers is missing or cannot be split into equal stages, or if a sharded tensor has too
-    few dimensions.
+    Raises `UsageError` if a tensor of tensor rank 0 is missing or has another shape on another rank
+    of the same stage, if num_layers is missing or cannot be split into equal stages, or if a
+    sharded tensor has too few dimensions.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")
@@ -298,6 +299,8 @@ def merged(
                 raise UsageError(
                     f"{files[0, stage]}: {name} has shape {parts[0].shape}, but no dim {axis}"
                 )
+            if len({part.shape for part in parts}) > 1:
+                raise UsageError(f"{files[0, stage]}: {name} has another shape on another rank")
             out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
     return out
 

@@ -79,12 +79,12 @@ def to_nanogpt(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum size of a safetensors file, unless a single tensor is larger.
+        max_bytes: maximum bytes of tensors in a safetensors file, unless a single tensor is larger.
 
-    Returns the lines to print. Raises `UsageError` if the checkpoint is missing or damaged, if
-    nanoGPT does not support an option of the model, or if `safetensors` is not installed. Raises
-    `OSError` if model_args.json cannot be written. Also raises whatever `new_folder` and
-    `write_folder` raise.
+    Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
+    unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not
+    installed. Raises `OSError` if model_args.json cannot be written. Also raises whatever
+    `new_folder` and `write_folder` raise.
     """
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model

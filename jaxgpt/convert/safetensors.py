@@ -168,7 +168,7 @@ def write_folder(
             consecutive items.
         shapes: shape of each tensor by name.
         dtype: key of `FLOATS`.
-        max_bytes: maximum size of a shard's tensors.
+        max_bytes: maximum size of a shard's tensors, in bytes.
 
     Raises `UsageError` if the `safetensors` package is not installed. Errors from writing a file
     and from `tensors` are propagated.

@@ -73,8 +73,8 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
             means that objects of the class are replaced with `Inert`, and False means that the file
             is rejected.
 
-    Raises `UsageError` if the file is missing or damaged, if `is_harmless` rejects a class, or if
-    torch is missing or too old.
+    Raises `UsageError` if the file is missing, damaged or not in torch's zip format, if
+    `is_harmless` rejects a class, or if torch is missing or too old.
     """
     torch = _torch()
     try:
