@@ -239,6 +239,7 @@ def refusals(home):
     yield lambda: list(loaded.score([1, 2])), "tokens: an array of shape ()"
     yield lambda: loaded.logits([1.5]), "tokens: an array of shape (1,) and dtype float64"
     yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
+    yield lambda: loaded.logits([[1, 2], [3]]), "tokens: all sequences of a batch must have"
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
     yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is longer than"
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"

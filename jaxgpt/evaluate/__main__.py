@@ -119,9 +119,9 @@ def input_folder(
 
     With --input, data.path is a temporary folder of tokens. The first process of each host writes
     these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes must call
-    this. Raises `UsageError` if --input is combined with a split or another data source, or if the
-    checkpoint, the tokenizer or the text cannot be used. Raises `OSError` if the temporary folder
-    cannot be written.
+    this. Raises `UsageError` if --input is combined with a split other than `ALL` or with another
+    data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises `OSError` if
+    the temporary folder cannot be written.
     """
     if arguments.input is None:
         yield settings
@@ -157,7 +157,7 @@ def input_folder(
 def evaluate(
     folder: Path, arguments: argparse.Namespace, settings: list[str], cluster: ProcessGroup
 ) -> dict[str, Any]:
-    """Evaluate a checkpoint in a run directory and return its `loss_record`.
+    """Start JAX, evaluate a checkpoint in a run directory, and return its `loss_record`.
 
     All processes must call this. Process 0 prints warnings on stderr. `arguments` come from
     `parser`, and `settings` are data settings such as "data.path=DIR". Raises `UsageError` if the
@@ -214,7 +214,8 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 def as_table(record: dict[str, Any]) -> str:
     """Return a `loss_record` as text: a heading, and a table with one row per corpus and a total.
 
-    If there is only one corpus, the table has only the total.
+    If there is only one corpus, the table has only the total. If the number of bytes is unknown, a
+    note follows.
     """
     lines = [
         f"{record['run']}, step {record['step']}: split {record['split']}, rows of "

@@ -42,20 +42,21 @@ class JaxGPT(TemplateLM):
         device: str | None = None,
         **others: Any,
     ):
-        """Load a model.
+        """Start JAX and load a model.
 
         Args:
             run: the run directory, or hf:FOLDER for a transformers model.
             step: checkpoint to load; default the newest.
             mesh: mesh to run the model on, as in parallel.mesh or as a list of sizes.
             dtype: compute dtype, float32 or bfloat16; default the run's.
-            max_length: longest context in tokens; default the model's.
+            max_length: longest context in tokens, at most and by default the model's.
             batch_size: number of rows to score at once; `auto` means 16.
             max_batch_size, device: unused; lm_eval passes them to every model.
             others: unknown arguments, which cause an error.
 
         Raises `UsageError` if an argument is invalid, if the model cannot be loaded, if it has no
-        tokenizer, or if a launcher started several processes. Also raises whatever `Model` raises.
+        tokenizer, or if a launcher started several processes. Also raises whatever `run_folder` and
+        `Model` raise.
         """
         super().__init__()
         del max_batch_size, device

@@ -88,10 +88,11 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
     """Yield the path of a temporary folder, written by the first process of each host.
 
-    `write` gets the path, which ends with `name`, and must create the folder. The folder is removed
-    at the end. Each host has a separate folder, because hosts might not share temporary folders.
-    All processes must call this. If `write` raises `UsageError` on any host, all processes raise
-    it. Raises `OSError` if no temporary folder can be created, or if `write` raises it.
+    `write` gets the path, which ends with `name`, and must create the folder. The process that
+    wrote the folder removes it at the end, without waiting for other processes. Each host has a
+    separate folder, because hosts might not share temporary folders. All processes must call this.
+    If `write` raises `UsageError` on any host, all processes raise it. Raises `OSError` if no
+    temporary folder can be created, or if `write` raises it.
     """
     with contextlib.ExitStack() as at_end:
 
@@ -126,8 +127,9 @@ def find_trained(
         block_size: length T of the longest row; default the model's.
 
     Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
-    tokenizer is missing or has changed, if the mesh is malformed or does not fit the model, if a
-    setting is not a valid data setting, or if `block_size` is larger than the model's.
+    tokenizer is missing or has changed, if the mesh is malformed or does not fit the model and
+    `block_size`, if a setting is not a valid data setting, or if `block_size` is larger than the
+    model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -156,7 +158,7 @@ def find_trained(
 def without_training(config: Config) -> Config:
     """Return a configuration without dropout, and with one microbatch for each pipeline stage.
 
-    Raises `UsageError` if parallel.mesh is malformed.
+    A stage size of -1 counts as 1. Raises `UsageError` if parallel.mesh is malformed.
     """
     n_stages = parse_mesh(config.parallel.mesh).split_of("splits_layers")
     return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=n_stages)
@@ -225,7 +227,7 @@ class Model:
 
     @property
     def params(self) -> "Params":
-        """The parameters. Raises `UsageError` if JAX failed in a training step that used them."""
+        """The parameters. Raises `UsageError` if a failed training step has deleted them."""
         check_exists(self._params, "failed; load or restore the model")
         return self._params
 
@@ -266,7 +268,8 @@ class Model:
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
         0. `rows` may also be a list of sequences of at most `block_size` token IDs. In that case,
         both have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise
-        `UsageError` as in `logits`. Also raises whatever `rows.read` raises.
+        `UsageError` as in `logits`. Also raises whatever `rows.read` raises. On a terminal, process
+        0 shows a progress bar.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -315,7 +318,10 @@ class Model:
 
     def _check_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return token IDs as an integer array, (T,) or (B, T); raise `UsageError` if invalid."""
-        given, vocab_size = np.asarray(tokens), self._vocab_size
+        try:
+            given, vocab_size = np.asarray(tokens), self._vocab_size
+        except ValueError:
+            raise UsageError("tokens: all sequences of a batch must have the same length") from None
         if given.ndim not in (1, 2) or not given.size or given.dtype.kind not in "iu":
             raise UsageError(
                 f"tokens: an array of shape {given.shape} and dtype {given.dtype} does not "
@@ -407,11 +413,12 @@ class Model:
     ) -> Iterator[list[Written]]:
         """Continue several prompts as one batch, and yield the text of each prompt as it grows.
 
-        Up to rounding, a text does not depend on the other prompts.
+        Iteration ends early if all texts have reached a stop string. Up to rounding, a text does
+        not depend on the other prompts.
 
         Args:
             prompts: one or more prompts, as for `generate`.
-            n_tokens: number of tokens to generate for each prompt.
+            n_tokens: maximum number of tokens to generate for each prompt.
             sampling: how to choose each token.
             seeds: a random seed for each prompt.
             stop: stop strings; see `generate`.
@@ -472,8 +479,8 @@ class Model:
             min_p: sample only from tokens that are at least `min_p` times as likely as the most
                 likely one.
 
-        Raises `UsageError` if the prompt is empty, a token is not in the vocabulary, or another
-        argument is out of range.
+        Raises `UsageError` if the prompt is empty, one of the tokens used is not in the vocabulary,
+        or another argument is out of range.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
@@ -489,8 +496,8 @@ class Model:
     ) -> Iterator[np.ndarray]:
         """Yield generated tokens that continue B prompts: int32 (B, N), N at most `at_once`.
 
-        Stop iterating once every text is complete. For the arguments, see `stream` and
-        `generate_tokens`. Raises whatever `generate_tokens` raises.
+        The total is `n_tokens` for each prompt. To end earlier, stop iterating. For the arguments,
+        see `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
         """
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):
@@ -538,7 +545,10 @@ class Model:
 
 
 def check_exists(params: "Params", advice: str) -> None:
-    """Raise `UsageError` if parameters have been deleted, because using them may crash JAX."""
+    """Raise `UsageError` if parameters have been deleted, because using them may crash JAX.
+
+    `advice` ends the message, after "because a training step".
+    """
     import jax
 
     if any(getattr(array, "is_deleted", bool)() for array in jax.tree.leaves(params)):
@@ -559,7 +569,8 @@ def over_texts(
 ) -> Callable[..., Any]:
     """Return a function equivalent to `jax.vmap(function, in_axes)` for `n_texts` texts.
 
-    For one text, the function avoids `vmap`, which is slower.
+    `in_axes` may contain only 0 and None. For one text, the function avoids `vmap`, because `vmap`
+    is slower.
     """
     import jax
 
@@ -594,7 +605,8 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
     """Return the log-likelihood of each continuation, in the order of `pairs`.
 
     A context must have at least one token, and a continuation at most `model.block_size` tokens.
-    A context is truncated on the left if it is too long. All processes must call this.
+    All tokens must be in the vocabulary, which is not checked. A context is truncated on the left
+    if it is too long. All processes must call this.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
     by_length = defaultdict(list)

@@ -108,10 +108,11 @@ class Split:
     def count_bytes(self) -> list[int | None]:
         """Return the number of UTF-8 bytes in the predicted tokens of each sequence in `texts`.
 
-        Only tokens that count toward the loss are included. The number is None if the tokenizer is
-        unknown. All tokens are read and checked. Raises `UsageError` if a file cannot be read, if a
-        mask is invalid, if a token is not in the model's or the tokenizer's vocabulary, or if the
-        tokenizer needs a package that is not installed.
+        Only tokens that count toward the loss are included, without end-of-text tokens. All tokens
+        are read and checked. If the tokenizer is unknown, the number is None, and masks are not
+        read. Raises `UsageError` if a file cannot be read, if a mask is invalid, if a token is not
+        in the model's or the tokenizer's vocabulary, or if the tokenizer needs a package that is
+        not installed.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -161,11 +162,11 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     `stride` is the number of tokens between the starts of rows, by default `trained.block_size`.
 
     Raises:
-        UsageError: if the data or the split is missing, damaged or too short, if the data's
-            tokenizer differs from the model's and data.accept_changes is not set, if a tokenizer
-            needs a package that is not installed, if the weights were imported and no data is
-            given, if the end-of-text token for data.document_mask is unknown or outside the
-            vocabulary, or if the stride is larger than a row.
+        UsageError: if the data's tokenizer differs from the model's and data.accept_changes is not
+            set, if a tokenizer needs a package that is not installed, if the weights were imported
+            and no data is given, if the end-of-text token for data.document_mask is unknown or
+            outside the vocabulary, or if the stride is larger than a row. Also raises whatever
+            `open_dataset` raises.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
