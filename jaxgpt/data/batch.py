@@ -26,7 +26,7 @@ class TokenRows(NamedTuple):
     """Rows of token IDs with their loss mask."""
 
     tokens: jax.Array  # int32 (B, T+1)
-    weights: jax.Array  # uint8 (B, T+1): loss weight of each token; 0 masks it
+    weights: jax.Array  # uint8 or bool (B, T+1): loss weight of each token; 0 masks it
 
 
 def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> Batch:

@@ -124,7 +124,7 @@ class WeightedInterleave:
     scheduled earliest deadline first. A block is long enough to contain a sample from every corpus.
     In a shorter block, rounding could make a count decrease.
 
-    All arithmetic uses integers: the weights are p_i, their sum is Q, and the shares are p_i / Q.
+    The counts are exact: the weights are integers p_i, their sum is Q, and the shares are p_i / Q.
     (Grain's mix is also O(1), but its counts deviate by up to 1.3 for five corpora and 4.4 for
     twenty.)
     """

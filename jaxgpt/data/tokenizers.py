@@ -43,9 +43,10 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> np.ndarray:
         """Return the token IDs of `text`: int64, shape (tokens,).
 
-        Names of special tokens are encoded as plain text. A `FileTokenizer` may drop unknown
-        characters or map them to an unknown token. A `CharTokenizer` raises `UsageError` for an
-        unknown character. All other tokenizers raise `UsageError` for a surrogate.
+        Names of special tokens are encoded as plain text, except user-defined symbols of a
+        SentencePiece model. A `FileTokenizer` may drop unknown characters, map them to an unknown
+        token or raise `UsageError`. A `CharTokenizer` raises `UsageError` for an unknown character.
+        All other tokenizers raise `UsageError` for a surrogate.
         """
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
@@ -54,7 +55,8 @@ class Tokenizer(abc.ABC):
         A `FileTokenizer` encodes the strings in parallel. With `parse_special`, an `HFTokenizer`
         encodes the name of a special token as that token, and a `SentencePieceTokenizer` raises
         `UsageError`. Other tokenizers ignore `parse_special`. The strings must not contain
-        surrogates. A `CharTokenizer` raises `UsageError` for an unknown character.
+        surrogates. A `CharTokenizer` raises `UsageError` for an unknown character, and a
+        `FileTokenizer` may raise it.
         """
         return [self.encode(text) for text in texts]
 
@@ -132,6 +134,11 @@ def _not_unicode(text: str) -> UsageError:
     )
 
 
+def _not_encodable(error: Exception) -> UsageError:
+    """Return the error for text with a character that a tokenizer.json does not know."""
+    return UsageError(f"{FILE}: cannot encode the text ({error}); add an unknown token to it")
+
+
 class ByteTokenizer(Tokenizer):
     """Tokenizer with one token per UTF-8 byte. Byte 0 is the token between documents."""
 
@@ -196,10 +203,13 @@ class HFTokenizer(FileTokenizer):
     kind, file = "huggingface", FILE
 
     def encode(self, text: str) -> np.ndarray:
+        parsed = _parse(self._content)
         try:
-            ids = _parse(self._content).encode(text, add_special_tokens=False).ids
+            ids = parsed.encode(text, add_special_tokens=False).ids
         except TypeError:  # the text contains a surrogate
             raise _not_unicode(text) from None
+        except Exception as error:  # `tokenizers` raises plain `Exception`
+            raise _not_encodable(error) from None
         return np.array(ids, np.int64)
 
     def tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -218,6 +228,8 @@ class HFTokenizer(FileTokenizer):
         parsed.encode_special_tokens = not parse_special
         try:
             found = parsed.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            raise _not_encodable(error) from None
         finally:
             parsed.encode_special_tokens = True
         return [np.array(encoding.ids, np.int64) for encoding in found]
@@ -274,7 +286,8 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers appear to produce the same tokens.
 
     If their tokenizer.json files differ, the vocabularies and the tokens of a test string are
-    compared. Raises `UsageError` if the `tokenizers` package is needed but not installed.
+    compared. Raises `UsageError` if the `tokenizers` package is needed but not installed, or if a
+    tokenizer cannot encode the test string.
     """
     if one.to_meta() == other.to_meta():
         return True

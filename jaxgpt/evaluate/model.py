@@ -173,7 +173,10 @@ class Rows(NamedTuple):
 
 
 class Model:
-    """A model on a mesh. All processes must call its methods with the same arguments."""
+    """A model on a mesh. All processes must call its methods with the same arguments.
+
+    Methods that use the parameters also raise the error of `params`.
+    """
 
     def __init__(
         self,

@@ -57,6 +57,15 @@ def test_special_tokens_in_a_text_are_text(gpt2):
     assert gpt2.decode(gpt2.encode(NASTY)) == NASTY
 
 
+def test_text_that_a_tokenizer_cannot_encode_is_refused_with_a_sentence(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
+        with pytest.raises(UsageError, match="tokenizer.json: cannot encode the text .*UNK"):
+            encode("c")
+
+
 def test_ids_are_those_of_tiktoken(gpt2, gpt2_folder, tiny_shakespeare):
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
