@@ -85,6 +85,13 @@ class _Keys:
             raise UsageError(f"{self.path}: {key} is {value}; it must be a whole number above 0")
         return value
 
+    def n_layers(self, key: str) -> int:
+        """Return a number of layers that is small enough for lists of layer types."""
+        value = self.count(key)
+        if value > 100_000:
+            raise UsageError(f"{self.path}: {key} is {value}; it must be at most 100,000")
+        return value
+
     def only(self, key: str, *supported: Any) -> Any:
         """Return a value, by default `supported[0]`. Raise `UsageError` if it is not supported."""
         value = self.get(key, supported[0])
@@ -100,7 +107,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
     keys.only("add_cross_attention", False)
     keys.only("tie_word_embeddings", True)
     return {
-        "n_layer": keys.count("n_layer"),
+        "n_layer": keys.n_layers("n_layer"),
         "n_head": keys.count("n_head"),
         "n_embd": keys.count("n_embd"),
         "block_size": keys.count("n_positions", keys.get("n_ctx")),
@@ -142,7 +149,7 @@ def _decoder(
     groups = keys.count("num_key_value_heads", heads)
     size = keys.get("head_dim", head_dim)
     return {
-        "n_layer": keys.count("num_hidden_layers"),
+        "n_layer": keys.n_layers("num_hidden_layers"),
         "n_head": heads,
         "n_kv_head": None if groups == heads else groups,
         "head_dim": None if size == width / heads else size,
@@ -163,7 +170,7 @@ def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
     have a sliding window. `default` lists the layer types to use if config.json has no layer_types.
     None means full attention in all layers.
     """
-    n_layer = keys.count("num_hidden_layers")
+    n_layer = keys.n_layers("num_hidden_layers")
     default = default or ["full_attention"] * n_layer
     found = keys.get("layer_types", default)
     # transformers ignores layer_types if all layers of a family have the same type.
@@ -231,7 +238,7 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
     if keys.config.get("sliding_window", 4096) is None:
         return _llama(keys)
     keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
-    return _llama(keys, layer_types=["sliding_attention"] * keys.count("num_hidden_layers"))
+    return _llama(keys, layer_types=["sliding_attention"] * keys.n_layers("num_hidden_layers"))
 
 
 def _qwen_layers(keys: _Keys) -> list[str]:
@@ -239,7 +246,7 @@ def _qwen_layers(keys: _Keys) -> list[str]:
 
     With use_sliding_window, only the first max_window_layers layers have full attention.
     """
-    n_layer = n_full = keys.count("num_hidden_layers")
+    n_layer = n_full = keys.n_layers("num_hidden_layers")
     if keys.only("use_sliding_window", False, True):
         n_full = keys.get("max_window_layers", 28)
     return ["full_attention" if i < n_full else "sliding_attention" for i in range(n_layer)]
@@ -258,7 +265,7 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     keys.only("attention_bias", False)
     keys.only("attn_logit_softcapping", None)
     keys.only("use_bidirectional_attention", False)
-    pattern, n_layer = keys.count("sliding_window_pattern", 6), keys.count("num_hidden_layers")
+    pattern, n_layer = keys.count("sliding_window_pattern", 6), keys.n_layers("num_hidden_layers")
     types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layer)]
     keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
     new = keys.get("rope_parameters", {})

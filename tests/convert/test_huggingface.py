@@ -237,6 +237,7 @@ def refused(arguments, capsys):
         ({"model_type": "gpt2"}, "n_layer is None"),
         ({"intermediate_size": 41}, "mlp.down_proj.weight has shape (24, 40), but the "
             "configuration requires (24, 41)"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers is 1099511627776; it must be at most"),
         ({"num_hidden_layers": 3}, "has no model.layers.2."),
         ({"num_hidden_layers": 1}, "has tensors that do not fit the model: model.layers.1."),
         ({"num_hidden_layers": 500}, "has 21 tensors, too few for 500 layers"),
