@@ -363,7 +363,7 @@ class Checkpoints:
         if self._cluster.is_main:
             for directory in {self._path(step).parent, self._folder}:
                 shutil.rmtree(directory / f"{step}{TEMPORARY_SUFFIX}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # if the file system is gone, there is no checkpoint
+            with contextlib.suppress(UsageError):  # if the folder is gone, there is no checkpoint
                 latest = max(list_checkpoints(self._directory), default=None)
         latest = self._cluster.broadcast(latest)
         sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
@@ -375,7 +375,7 @@ class Checkpoints:
         """Start removing the checkpoints that the retention settings do not keep."""
         if not self._cluster.is_main:
             return
-        with contextlib.suppress(OSError):  # the next save tries again
+        with contextlib.suppress(OSError, UsageError):  # the next save tries again
             saved = list_checkpoints(self._directory)
             for step in steps_to_remove(self._directory, self._config, saved):
                 # Rename first, so that an interrupted removal does not leave half a checkpoint.

@@ -146,9 +146,16 @@ def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
     The list includes damaged checkpoints, so that their damage is reported, but not checkpoints
-    that are still being written. If the folder does not exist, the list is empty.
+    that are still being written. If the folder does not exist, the list is empty. Raises
+    `UsageError` if the folder cannot be read.
     """
-    names = (path.name for path in (directory / "checkpoints").glob("*"))
+    folder = directory / "checkpoints"
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:  # an empty list would make a run start again at step 1
+        raise UsageError(f"{folder}: cannot be read ({error.strerror}); try again") from None
     return sorted(int(name) for name in names if is_step(name))
 
 

@@ -56,12 +56,15 @@ FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_t
 
 @dataclass(frozen=True)
 class CompiledFunctions:
-    """The jitted functions of a run, and the shapes and shardings of their arguments."""
+    """The functions of a run, and the shapes and shardings of their arguments.
+
+    All functions except `make_decoder` are jitted.
+    """
 
     model: ShardedModel
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
-    n_parameters: tuple[int, int]  # (total, non-embedding), from `count_parameters`
+    n_parameters: tuple[int, int]  # (total, without lookup embeddings), from `count_parameters`
     warnings: tuple[str, ...]  # about the layout, the attention kernel and FP8
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
@@ -75,14 +78,14 @@ class CompiledFunctions:
     eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
     """(params, int32 (B, T+1) or `TokenRows`) -> weighted mean loss of each row in nats, (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
-    """(params, tokens (B, T+1)) -> scores (B, T) of all tokens except the first of each row."""
+    """(params, int32 (B, T+1)) -> scores (B, T) of all tokens except the first of each row."""
     eval_logits: Callable[[Params, jax.Array], jax.Array]
-    """(params, tokens (B, T+1)) -> float32 next-token logits (B, T, V)."""
+    """(params, int32 (B, T+1)) -> float32 next-token logits (B, T, V)."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
     """params -> (function that decodes one text, empty KV cache)."""
 
     def describe(self) -> str:
-        """Return the number of non-embedding parameters and the mesh as text.
+        """Return the number of parameters without lookup embeddings, and the mesh, as text.
 
         For example: `2.53M parameters, data=2 fsdp=1 tensor=1`.
         """
@@ -95,7 +98,7 @@ class CompiledFunctions:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of a batch's arrays, with their rows split over the devices."""
+        """The sharding of a batch's arrays, whose rows are split over the batch axes."""
         return sharding.batch_sharding(self.mesh)
 
     def lower_train_step(self) -> jax.stages.Lowered:
@@ -118,7 +121,7 @@ def make_steps(
     Args:
         attend: the attention function; by default, the kernel that model.attention selects.
         slices: number of slices that each device's part of a microbatch is split into; by default,
-            the result of `choose_n_slices` on CPUs and 1 on other devices.
+            the result of `choose_n_slices` if `on_cpu`, and otherwise 1.
         on_cpu: whether to build the model for CPUs; by default, whether `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 

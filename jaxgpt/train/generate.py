@@ -26,10 +26,10 @@ class Generator(NamedTuple):
     """Two functions that generate one sequence; use `jax.vmap` for several sequences.
 
     The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
-    The sequence may grow beyond model.block_size. With rotary positions, each layer then attends to
-    the cached keys and values of the last model.block_size tokens. With learned positions, each new
-    token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the last
-    model.block_size tokens are then recomputed for every new token.
+    The sequence may grow beyond model.block_size. With rotary positions, global layers then attend
+    to the cached keys and values of the last model.block_size tokens. With learned positions, each
+    new token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the
+    last model.block_size tokens are then recomputed for every new token.
     """
 
     start: Callable[[Params, jax.Array, jax.Array], Text]
@@ -182,11 +182,11 @@ def limit_choice(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return the last `block_size` tokens of a prompt, padded, and the unpadded length.
+    """Return the last `block_size` tokens of a prompt (see `prompt_tokens`), and their number.
 
     The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but not beyond
-    `block_size`, so that prompts of similar lengths share a compiled function. Raises `UsageError`
-    if the tokenizer cannot encode the prompt.
+    `block_size`, so that prompts of similar lengths share a compiled function. The number excludes
+    the padding. Raises `UsageError` if the tokenizer cannot encode the prompt.
     """
     tokens = prompt_tokens(tokenizer, prompt)[-block_size:]
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK

@@ -54,8 +54,8 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     """Return the scores (B, T) of all tokens except each row's first, without dropout.
 
     Args:
-        tokens: int32 (B, T+1), where T may be smaller than model.block_size. Short rows are padded
-            with `NO_TOKEN`, whose loss is 0.
+        tokens: int32 (B, T+1). T may be smaller than model.block_size, but the mesh axes that split
+            positions must divide it. Short rows are padded with `NO_TOKEN`, whose loss is 0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:
@@ -70,8 +70,7 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
     """Return next-token logits_BTV in float32, without dropout.
 
-    `eval_tokens` computes its scores from the same logits. V excludes the padding of the
-    vocabulary.
+    V excludes the padding of the vocabulary.
 
     Args:
         tokens: int32 (B, T+1), as for `eval_tokens`. The last token of each row is not an input.
@@ -112,8 +111,9 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
     If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes all
     tokens, because distributing a small model would be slower. On several devices, larger models
     stay sharded, so ZeRO-3 gathers the whole model for each token. Each pipeline stage gathers all
-    layers once, before decoding. On a single CPU, a large model in device memory gets a separate
-    array for each layer (`unstack_layers`), because that is faster.
+    layers once, before decoding. With parallel.offload=state, larger models stay in host memory. On
+    a single CPU, a large model in device memory gets a separate array for each layer
+    (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

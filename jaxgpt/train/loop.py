@@ -45,16 +45,18 @@ def train(
 ) -> int:
     """Train until step train.max_iters or until `stop` ends the run; return the exit status.
 
-    The status is `exits.DONE`, `exits.STOPPED` (the same command can continue the run) or
-    `exits.FAILED` (the run cannot recover from loss spikes, non-finite steps or a faulty device).
-    `facts` is the result of `initialize_jax`. All processes call this together.
+    The status is `exits.DONE`, `exits.STOPPED` (the run can be resumed) or `exits.FAILED` (the run
+    cannot recover from loss spikes, non-finite steps or a faulty device). `facts` is the result of
+    `initialize_jax`. All processes call this together.
 
     Raises:
         UsageError: if the configuration is invalid or does not fit the devices, if the data or the
             initial weights cannot be read, if a checkpoint cannot be restored or saved, or if
-            another file of the run cannot be written.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
-            cannot be removed.
+            another file of the run cannot be read or written.
+        OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
+            removed, or if nothing reads the output any more. On other processes, if the temporary
+            folder for a profile cannot be created.
+        ValueError: if JAX writes no trace for a profile.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
@@ -95,11 +97,12 @@ def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 
 
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train to the end of the run, restarting after corruption and after spikes that need a rewind.
+    """Train until the run ends or stops, and restart after corruption and spikes if necessary.
 
-    All processes call this together. If the run cannot restart, the result has a `failure`. Raises
-    the same errors as `run_steps`, `before_spike`, `after_corruption` and `restart_from`, except
-    `NoRewind` and `DeviceFailed`.
+    If the run cannot restart, the result has a `failure`. The caller must not use `state`
+    afterwards, because the first step donates it. All processes call this together. Raises the same
+    errors as `run_steps`, `before_spike`, `after_corruption` and `restart_from`, except `NoRewind`
+    and `DeviceFailed`.
     """
     result, earlier = run_steps(run, state, trainer), []
     while result.spike is not None or result.corrupted:
@@ -131,9 +134,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     Raises:
         UsageError: if the data cannot be read, if startup.json cannot be written, or if a save
             fails and the run cannot continue without it.
-        OSError: if a profile cannot be written.
+        OSError: on process 0, if nothing reads the output any more. On other processes, if the
+            temporary folder for a profile cannot be created.
         ValueError: if JAX writes no trace for a profile.
-        RuntimeError: if JAX fails.
+        RuntimeError: if JAX fails, for example because it cannot write a profile.
     """
     config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
     monitor, profile = trainer.job.cluster.monitor, trainer.profile
@@ -220,8 +224,13 @@ def evaluate_and_sample(
 ) -> None:
     """Log an evaluation, a sample or both after a step.
 
-    `kinds` contains "eval", "sample" or both. If samples are disabled, no sample is logged. All
-    processes call this together. Raises `UsageError` if the data cannot be read.
+    `kinds` contains "eval", "sample" or both. If samples are disabled or the data has no tokenizer,
+    no sample is logged. All processes call this together.
+
+    Raises:
+        UsageError: if the data cannot be read.
+        BrokenPipeError: on process 0, if nothing reads the output any more.
+        RuntimeError: if JAX fails.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("evaluation"):

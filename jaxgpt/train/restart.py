@@ -38,7 +38,7 @@ MAX_CORRUPTIONS = 3  # limit per checkpoint; more would suggest a faulty device,
 
 
 class DeviceFailed(Exception):
-    """Raised if a device repeatedly computes wrong results, to end the run."""
+    """Raised to end the run if parameters repeatedly differ from their replicas."""
 
 
 class Job(NamedTuple):
@@ -74,8 +74,8 @@ def restart_from(
             weights are damaged.
         UsageError: if a file cannot be read, renamed or written at the moment, if rewinds.json or
             the checkpoint's JSON is damaged, or if the initial weights are missing.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
-            cannot be removed.
+        OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
+            removed, or if nothing reads the output any more.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     damaged = dict(run.damaged)
@@ -185,7 +185,8 @@ def _read_state(run: Run, job: Job) -> TrainState:
 def initial_state(steps: CompiledFunctions, cluster: ProcessGroup) -> TrainState:
     """Return the state before the first step, initialised from train.seed.
 
-    All processes call this together.
+    All processes call this together. Raises `RuntimeError` if JAX fails, for example because it
+    runs out of memory.
     """
     init = steps.init.lower().compile()
     cluster.barrier()
@@ -234,8 +235,10 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 
     Raises:
         NoRewind: on every process, if the run cannot rewind.
-        UsageError: on every process, if rewinds.json or a checkpoint's JSON cannot be read.
-        OSError: on process 0, if the run cannot rewind and metrics.jsonl cannot be read.
+        UsageError: on every process, if rewinds.json is damaged or unreadable, or as in
+            `valid_checkpoints`.
+        OSError: on process 0, if the run cannot rewind, and the table of spikes cannot be read or
+            printed.
     """
     record = job.report.spike_record(spike)
 
@@ -262,8 +265,8 @@ def after_corruption(
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
     The result is the newest checkpoint with undamaged JSON, or None for the state before the first
-    step. Devices are compared before every save, so all replicas agreed when the checkpoint was
-    saved. All processes call this together.
+    step. While train.verify_interval is set, no checkpoint is saved if replicas differ. All
+    processes call this together.
 
     Args:
         devices: mesh indices of devices whose parameters differ from the other replicas.
@@ -271,11 +274,9 @@ def after_corruption(
         earlier: the checkpoints that earlier calls returned; this call appends its result.
 
     Raises:
-        DeviceFailed: if the run has already restarted `MAX_CORRUPTIONS` times from this checkpoint
-            because of corruption.
-        UsageError: if all checkpoints are damaged, if the newest one is damaged and
-            checkpoint.on_damage=refuse, or if the JSON of a checkpoint cannot be read at the
-            moment.
+        DeviceFailed: on every process, if `earlier` contains this checkpoint `MAX_CORRUPTIONS`
+            times.
+        UsageError: on every process, under the same conditions as in `newest_undamaged`.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

@@ -59,9 +59,9 @@ _NOT_REPORTED = (
 def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[str]:
     """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
 
-    `step` is the checkpoint to resume from, or None for a new run. In a new run, records are due if
-    train.eval_at_start is set. If a resumed run has no metrics.jsonl, nothing counts as missing.
-    Raises `OSError` if metrics.jsonl cannot be read.
+    `config.out` must be set. `step` is the checkpoint to resume from, or None for a new run. In a
+    new run, records are due if train.eval_at_start is set. If a resumed run has no metrics.jsonl,
+    nothing counts as missing. Raises `OSError` if metrics.jsonl cannot be read.
     """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
@@ -166,7 +166,13 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line if the run continues after the end of the learning-rate decay."""
+    """Return a log line if the run continues after the end of the learning-rate decay.
+
+    The result is a list with the line, or an empty list.
+
+    Args:
+        resume_step: step of the checkpoint to resume from; None for a new run.
+    """
     optimizer, end = config.optimizer, config.train.max_iters
     last = optimizer.lr_decay_iters
     if optimizer.schedule == "constant" or end <= last:
@@ -192,8 +198,9 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     """Return the model options that train.init_from implies, for `parse_args`.
 
     If the run directory `out` has undamaged checkpoints, return the options of the newest one
-    instead, because a resumed run no longer uses its initial weights. The options do not include
-    model.dropout and model.attention. Raises `UsageError` if the options cannot be read.
+    instead, because a resumed run no longer uses its initial weights. The keys have no prefix
+    `model.`. The options do not include model.dropout and model.attention. Raises `UsageError` if
+    the options cannot be read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):
@@ -206,8 +213,7 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 def saved_settings(directory: Path) -> dict[str, Any] | None:
     """Return the configuration in a run's newest undamaged checkpoint, for `parse_args`.
 
-    Return None if there is no such checkpoint. Raises `UsageError` if a checkpoint's JSON cannot be
-    read at the moment.
+    Return None if there is no such checkpoint. Raises `UsageError` like `valid_checkpoints`.
     """
     saved = valid_checkpoints(directory)
     return saved[max(saved)]["config"] if saved else None
@@ -216,8 +222,7 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
     """Return the batch sizes up to the newest checkpoint, followed by train.batch_size.
 
-    Damaged checkpoints are ignored. Raises `UsageError` if a checkpoint's JSON cannot be read at
-    the moment.
+    Damaged checkpoints are ignored. Raises `UsageError` like `valid_checkpoints`.
     """
     step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
     before = BatchSizes(meta.get("batch_sizes", ()))
@@ -239,10 +244,11 @@ def prepare_weights(
 ) -> tuple[Config, Path, int, list[str]]:
     """Prepare the initial weights of a run that sets train.init_from.
 
-    Return the run's config, the folder and the step of the weights, and log lines. A Hugging Face
-    folder is converted into the run directory, and its tokenizer's files are copied there. In the
-    returned config, the path in train.init_from is absolute. If the weights have a tokenizer file
-    but the data has no tokenizer, data.tokenizer is also set.
+    Return the run's config, the folder and the step of the weights, and log lines. `directory` is
+    the run directory. A Hugging Face folder is converted into the run directory. If the weights
+    have a tokenizer, their `COMPANIONS` are copied there. In the returned config, the path in
+    train.init_from is absolute. If the weights have a tokenizer file but the data has no tokenizer,
+    data.tokenizer is also set.
 
     Raises:
         UsageError: if the weights cannot be read, if the model does not match the weights, or if

@@ -100,10 +100,10 @@ class Run:
         } | ({} if self.init_folder is None else {"init_from": [self.init_folder, self.init_step]})
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
-        """Return the number of tokens consumed from each corpus up to `step`, by name.
+        """Return the number of tokens consumed from each current corpus up to `step`, by name.
 
         data.blend may have changed at `resume_step`, so the counts up to that step come from the
-        checkpoint. `rows` loads the training data.
+        checkpoint. `step` must not be before `resume_step`. `rows` loads the training data.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
@@ -311,7 +311,8 @@ def _paths(dataset: Dataset) -> list[str]:
 def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return the data settings with absolute paths, and with any file list converted to `blend`.
 
-    Raises `UsageError` if the file list or the blend is invalid.
+    If the file in data.tokenizer does not exist, its path stays relative. Raises `UsageError` if
+    the file list cannot be read, or if the file list or the blend is invalid.
     """
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
@@ -330,21 +331,21 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
 
     On file systems without locks, the directory is not locked. If config.out is None, this creates
     a new directory, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another
-    job, is a file, is not writable, is in the checkpoints folder of a run, or contains a folder in
-    place of a file or vice versa.
+    job, is a file, cannot be written, is in the checkpoints folder of a run, or contains a folder
+    in place of a file or vice versa.
     """
-    # A run may delete anything in its checkpoints folder, so another run must not write there.
     given = Path(config.out or "").absolute()
-    for folder in (given, *given.parents) if config.out else ():
-        run = folder.parent
-        if folder.name == "checkpoints" and (run / ".lock").exists():
-            raise UsageError(
-                f"out={config.out}: is inside the checkpoints folder of a run; give --out {run} to "
-                "continue from its newest checkpoint, or another folder"
-            )
-    if given.exists() and not given.is_dir():
-        raise UsageError(f"out={config.out}: is a file, not a folder; give another --out")
     try:
+        # A run may delete anything in its checkpoints folder, so another run must not write there.
+        for folder in (given, *given.parents) if config.out else ():
+            run = folder.parent
+            if folder.name == "checkpoints" and (run / ".lock").exists():
+                raise UsageError(
+                    f"out={config.out}: is inside the checkpoints folder of a run; give --out "
+                    f"{run} to continue from its newest checkpoint, or another folder"
+                )
+        if given.exists() and not given.is_dir():
+            raise UsageError(f"out={config.out}: is a file, not a folder; give another --out")
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

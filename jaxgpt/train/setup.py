@@ -54,8 +54,9 @@ def set_up(
 ) -> tuple[Run, Trainer, TrainState] | None:
     """Return the run, its trainer and the state to start from, or None if there is nothing to do.
 
-    If the newest checkpoint is damaged, the returned run resumes from an older one. `facts` is the
-    result of `initialize_jax`. All processes call this together.
+    If there is nothing to do, this closes the run's log. If the newest checkpoint is damaged, the
+    returned run resumes from an older one. `facts` is the result of `initialize_jax`. All processes
+    call this together.
 
     Raises:
         UsageError: if a setting is invalid or does not fit the devices or their memory, if a
@@ -63,8 +64,8 @@ def set_up(
             if the initial weights cannot be read.
         DamagedCheckpoint: if all checkpoints or the initial weights are damaged, or if the newest
             checkpoint is damaged and checkpoint.on_damage=refuse.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if an abandoned checkpoint
-            cannot be removed.
+        OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
+            removed, or if nothing reads the output any more.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     clock.enter("setup")

@@ -54,7 +54,7 @@ class ShardedModel(NamedTuple):
 
     @property
     def param_specs(self) -> Any:
-        """Tree with the `PartitionSpec` of every parameter between steps."""
+        """Tree with the `PartitionSpec` of every parameter."""
         return jax.tree.map(lambda layout: layout.param, self.layouts)
 
     @property
@@ -182,7 +182,12 @@ def make_pipeline(config: Config, mesh: Mesh) -> Pipeline:
 def param_layout(
     config: Config, mesh: Mesh, sequence_parallel: bool, n_slices: int, weight: Weight
 ) -> ParamLayout:
-    """Return a weight's `ParamLayout` for the ZeRO stage and the other parallel options."""
+    """Return a weight's `ParamLayout` for the ZeRO stage and the other parallel options.
+
+    Args:
+        sequence_parallel: `ParallelContext.sequence_parallel`.
+        n_slices: see `shard_model`.
+    """
     zero_stage, train = config.parallel.zero_stage, config.train
     in_host = config.parallel.offload == "state"
     param, accum, grad = (
@@ -217,11 +222,12 @@ def param_layout(
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return how many equal slices each CPU's part of a microbatch is split into.
 
-    Slices are processed one after another, like microbatches. Small slices save memory and are
-    faster on CPUs. The number of slices divides the number of rows. The activations of a slice take
-    about `SLICE_BYTES`, or `GRADIENTS_PER_SLICE` times the size of the gradients if that is more.
-    If the mesh splits anything but the batch, the result is 1, because each slice would add
-    communication. model.vocab_size must be set. Raises `UsageError` like `activation_bytes`.
+    Slices are processed one after another, like microbatches. They save memory and are faster on
+    CPUs. The result is the divisor of the number of rows that brings the size of a slice's
+    activations closest to `SLICE_BYTES`, or to `GRADIENTS_PER_SLICE` times the size of the
+    gradients if that is more. If the mesh splits anything but the batch, the result is 1, because
+    each slice would add communication. model.vocab_size must be set. Raises `UsageError` like
+    `activation_bytes`.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -102,9 +102,10 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
 
 def checkpoint_tree(state: TrainState) -> dict[str, Any]:
-    """Return the arrays that a checkpoint stores, as nested dicts `params` and `opt_state`.
+    """Return the arrays of `state` that a checkpoint stores, as nested dicts.
 
-    `opt_state` is missing if the optimizer is stateless.
+    The keys are `params` and, unless the optimizer is stateless, `opt_state`. `state` may hold
+    `jax.ShapeDtypeStruct`s instead of arrays.
     """
     named = {_path(path): leaf for path, leaf in tree_leaves_with_path(state.opt_state)}
     return {"params": state.params} | ({"opt_state": unflatten_dict(named)} if named else {})
@@ -130,8 +131,8 @@ def state_from_checkpoint(
     """Rebuild the state, with the structure of `shapes`, from a checkpoint's contents.
 
     `tree` and `meta` are the restored arrays and JSON, which include the results of
-    `checkpoint_tree` and `checkpoint_json`. Parameters are not checked against `shapes`. Raises
-    `KeyError` if the parameters or an array of the optimizer state are missing.
+    `checkpoint_tree` and `checkpoint_json`. The shapes of the arrays are not checked. Raises
+    `KeyError` if `params` or an array of the optimizer state is missing.
     """
     leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)

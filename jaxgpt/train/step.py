@@ -70,7 +70,10 @@ class Metrics(NamedTuple):
 
     @property
     def loss(self) -> jax.Array:
-        """Weighted mean cross-entropy over all targets of the global batch, in nats."""
+        """Weighted mean cross-entropy of the global batch in nats; 0 without targets.
+
+        This is a float32 scalar.
+        """
         return self.scalars["loss"]
 
 

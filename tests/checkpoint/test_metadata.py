@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxgpt.checkpoint.metadata import add_checksum, is_step, read_meta
+from jaxgpt.checkpoint.metadata import add_checksum, is_step, list_checkpoints, read_meta
 from jaxgpt.config import Config, UsageError
 
 META = {
@@ -52,3 +52,9 @@ def test_a_renamed_checkpoint_is_not_that_of_another_step(tmp_path):
     with pytest.raises(UsageError, match="points/41: .* saved after step 40; rename it"):
         read_meta(tmp_path, 41)
     assert [n for n in ("41", "0041", "²", "foo", "41.tmp", "0") if is_step(n)] == ["41", "0"]
+
+
+def test_a_folder_that_cannot_be_read_does_not_count_as_empty(tmp_path):
+    assert list_checkpoints(tmp_path) == []
+    with pytest.raises(UsageError, match=r"checkpoints: cannot be read \(File name too long\)"):
+        list_checkpoints(tmp_path / (300 * "x"))

@@ -1,5 +1,6 @@
 """Folders that cannot be a run directory, and the lock on those that are."""
 
+import contextlib
 import resource
 import subprocess
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxgpt.config import DataConfig, UsageError, parse_args
+from jaxgpt.config import Config, DataConfig, UsageError, parse_args
 from jaxgpt.train import run_directory
 from jobs import SMALL, command, environment, run, train_here
 
@@ -25,6 +26,12 @@ def test_a_data_folder_that_may_not_be_entered_is_one_sentence(monkeypatch):
     monkeypatch.setattr(Path, "exists", deny)
     with pytest.raises(UsageError, match="data.dataset=python: .* .Permission denied.; set JAXGPT"):
         run_directory.prepare_default_data(DataConfig())
+
+
+def test_a_run_directory_that_cannot_be_looked_up_is_one_sentence(tmp_path):
+    out = tmp_path / (300 * "x") / "run"  # the system refuses to look it up
+    with pytest.raises(UsageError, match=r"out=.*: cannot be written \(File name too long\)"):
+        run_directory.writable_directory(Config(out=str(out)), contextlib.ExitStack())
 
 
 def test_a_directory_in_use_is_refused(tmp_path):
