@@ -67,6 +67,9 @@ class Checkpoints:
     Orbax writes in a background thread of each process, with barriers between the processes. If one
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
     `save`, `restore` or `close`, all processes agree on whether the checkpoint is complete.
+
+    The caller may set `log`, which gets a record of each complete or failed save. Methods also
+    raise whatever `log` raises.
     """
 
     def __init__(
@@ -103,9 +106,9 @@ class Checkpoints:
         `tree` has the arrays to save, or their shapes. All processes call this together.
 
         Raises:
-            UsageError: on every process, if the run directory has too little space for a
-                checkpoint, if its free space is unknown, or if checkpoint.local cannot be written
-                or is not shared by all processes.
+            UsageError: on every process, if the run directory cannot be accessed or has too little
+                space for a checkpoint, or if checkpoint.local cannot be written or is not shared by
+                all processes.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -132,8 +135,9 @@ class Checkpoints:
         """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
         This first waits for earlier saves, except for the copy of the previous checkpoint from
-        checkpoint.local to the run directory. It then removes any existing checkpoint of this step,
-        and starts removing the checkpoints that the retention settings do not keep.
+        checkpoint.local to the run directory. It then removes any existing checkpoint of this step
+        (in checkpoint.local if it is set), and starts removing the checkpoints that the retention
+        settings do not keep.
 
         If this save fails, the next `save`, `restore` or `close` reports the error. A failed copy
         may be reported by the second `save` after this one. All processes call this together.
@@ -176,7 +180,7 @@ class Checkpoints:
             if save.copy is not None:
                 if save.copy.done() and save.copy.exception() is None:
                     self._log_complete(save)
-            elif self._path(save.step).exists():
+            elif os.path.exists(self._path(save.step)):  # False if the file system is gone
                 if self._local is None:
                     self._log_complete(save)
                 else:
@@ -188,13 +192,15 @@ class Checkpoints:
         This first waits for saves in progress. All processes call this together.
 
         Args:
-            shapes: tree of `jax.ShapeDtypeStruct`s with the shardings to restore onto.
+            shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays, with the shardings
+                to restore onto.
 
         Raises:
-            DamagedCheckpoint: on every process, if any process finds damaged or missing files.
-            UsageError: on every process, if a file is temporarily unreadable, if the JSON belongs
-                to another step, or if a save in progress fails and the run cannot continue without
-                it.
+            DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
+                arrays that do not match `shapes`.
+            UsageError: on every process, if a file cannot be read at the moment, if the JSON
+                belongs to another step, or if a save in progress fails and the run cannot continue
+                without it.
             RuntimeError: if JAX fails, for example because it runs out of memory.
         """
         self._settle_all()
@@ -204,7 +210,8 @@ class Checkpoints:
     def remove_local_after(self, step: int) -> None:
         """Remove local checkpoints newer than `step`, because a restart has abandoned them.
 
-        Does nothing without checkpoint.local. Errors are ignored. Call this only on process 0.
+        Does nothing without checkpoint.local. Errors during the removal are ignored. Call this only
+        on process 0. Raises `UsageError` if the local folder cannot be read.
         """
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
@@ -422,13 +429,15 @@ def restore_params(
 
     Args:
         directory: a run directory, or the output of jaxgpt.convert.
-        shapes: tree of `jax.ShapeDtypeStruct`s with the shardings to restore onto.
+        shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays, with the shardings to
+            restore onto.
         run_on_all: `ProcessGroup.run_on_all`, or None if only one process calls this.
 
     Raises:
-        DamagedCheckpoint: on every process, if any process finds damaged or missing files.
-        UsageError: on every process, if a file is temporarily unreadable, or if the JSON belongs to
-            another step.
+        DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
+            arrays of other shapes or dtypes.
+        UsageError: on every process, if a file cannot be read at the moment, or if the JSON belongs
+            to another step.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     wanted, remedy = {"params": shapes}, "choose another step"

@@ -29,8 +29,8 @@ def checksums(tree: Any) -> dict[str, int]:
     depend on the sharding. Changing a single element always changes the checksum. All processes
     call this together.
 
-    There must be at least one array. Each array must have at least one element, 8 to 32 bits per
-    element, and a `NamedSharding`. All shardings must use the same mesh.
+    There must be at least one array. Each array must have at least one element, a numeric dtype of
+    8 to 32 bits, and a `NamedSharding`. All shardings must use the same mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums, found = sums_by_device([array for _, array in leaves]), {}

@@ -50,7 +50,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: if the JSON is missing, invalid or does not match its hash.
-        UsageError: if the JSON is temporarily unreadable, or belongs to another step.
+        UsageError: if the JSON cannot be read at the moment, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -101,17 +101,17 @@ def newest_undamaged(
     """Return the step of the newest undamaged checkpoint, its JSON, and the errors of newer ones.
 
     The errors are keyed by step. Only the JSON of each checkpoint is checked. If there is no
-    checkpoint, the step is None, and the JSON is empty.
+    checkpoint up to step `last`, the step is None, and the JSON is empty.
 
     Args:
         on_damage: value of checkpoint.on_damage.
         last: ignore checkpoints after this step; None means no limit.
 
     Raises:
-        DamagedCheckpoint: if all checkpoints are damaged, or if the newest one is damaged and
-            `on_damage` is `refuse`.
-        UsageError: if the JSON of a checkpoint is temporarily unreadable or belongs to another
-            step.
+        DamagedCheckpoint: if all checkpoints up to step `last` are damaged, or if the newest of
+            them is damaged and `on_damage` is `refuse`.
+        UsageError: if the folder or the JSON of a checkpoint cannot be read at the moment, or if
+            the JSON belongs to another step.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -132,8 +132,8 @@ def newest_undamaged(
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each checkpoint in a run directory, keyed by step.
 
-    Checkpoints with damaged JSON are left out. Raises `UsageError` if the JSON of a checkpoint is
-    temporarily unreadable or belongs to another step.
+    Checkpoints with damaged JSON are left out. Raises `UsageError` if the folder or the JSON of a
+    checkpoint cannot be read at the moment, or if the JSON belongs to another step.
     """
     found = {}
     for step in list_checkpoints(directory):
@@ -162,8 +162,8 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run directory does not exist, has no checkpoints, or does not have
-    the checkpoint of `step`.
+    Raises `UsageError` if the run directory does not exist, is a file, has no checkpoints, does not
+    have the checkpoint of `step`, or cannot be read.
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
@@ -182,8 +182,8 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
-    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. If the
-    newest checkpoint cannot be read, raises the same errors as `read_meta`.
+    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. Also
+    raises whatever `list_checkpoints` and `read_meta` raise.
     """
     steps = list_checkpoints(directory)
     if not steps:
@@ -211,8 +211,8 @@ def _hash(meta: Mapping[str, Any]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return a short description of an error.
 
-    This is the system's message for the error's errno, if it has one. Otherwise, it is the
-    first 200 characters of the error's message, or its type if the message is empty.
+    This is the system's message for the error's errno, if it has one. Otherwise, it is the error's
+    message (at most 200 characters, on one line), or its type if the message is empty.
     """
     if number := os_error(error):
         return os.strerror(number)

@@ -58,10 +58,10 @@ class WeightsWriter:
         """
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
-        first = [i if isinstance(i, int) else i.start or 0 for i in index]
+        first = [i.start or 0 if isinstance(i, slice) else int(i) for i in index]
         sizes = iter(array.shape)
         part = np.ascontiguousarray(array, np.float32)
-        part = part.reshape([1 if isinstance(i, int) else next(sizes) for i in index])
+        part = part.reshape([next(sizes) if isinstance(i, slice) else 1 for i in index])
         if name not in self._stores:  # parts do not share chunks
             self._stores[name] = self._create(weight, chunk_shape(part.shape))
         place = tuple(slice(i, i + n) for i, n in zip(first, part.shape, strict=True))
@@ -123,8 +123,8 @@ class WeightsReader:
         """Yield the float32 array of a weight in parts.
 
         If the weight is stacked over layers, the items are (layer number from 0, layer). Otherwise,
-        the items are (index of the first row, rows). About `BLOCK_BYTES` (but at least one chunk)
-        are in memory at a time.
+        the items are (index of the first row, rows). About `BLOCK_BYTES` are in memory at a time,
+        but at least the rows of one chunk.
 
         Raises `UsageError` if the array cannot be read, does not have the shape of `weight`, or
         does not match its checksum, which is verified after the last part.

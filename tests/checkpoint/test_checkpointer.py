@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
+from jaxgpt.checkpoint.checkpointer import Checkpoints, Save, restore_params
 from jaxgpt.checkpoint.metadata import list_checkpoints
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
@@ -193,6 +193,12 @@ def test_a_run_continues_after_a_failed_save_while_an_older_one_is_complete(
         assert log[1].latest_complete == 1 and log[1].reason.endswith("written (File too large)")
     assert "Traceback" not in "".join(capfd.readouterr())
     checkpoints.restore(3, checkpoint_tree(steps[0].state_shapes))
+
+
+def test_a_run_survives_a_file_system_that_is_gone_between_saves(tmp_path):
+    checkpoints = Checkpoints(tmp_path / (300 * "x"), load_config("tiny"))  # cannot be looked up
+    checkpoints._writing = Save(step=1, began=0.0)
+    checkpoints.check()  # the next save reports the problem
 
 
 @pytest.mark.parametrize("why", ["on_error=stop", "no other", "the last"])

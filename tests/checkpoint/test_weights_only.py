@@ -41,7 +41,7 @@ def write(folder, params):
                     index = (layer, slice(None), part)
                     writer.write(weight.name, index, array[index])
             else:
-                writer.write(weight.name, (layer,), array[layer])
+                writer.write(weight.name, (np.int64(layer),), array[layer])
     writer.close(Config(model=MODEL), None, "a test")
 
 
