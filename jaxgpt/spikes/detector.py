@@ -27,11 +27,12 @@ SpikeState = dict[str, jax.Array]
 class Detection(NamedTuple):
     """The result of spike detection for one step, as arrays on the devices.
 
-    If spike.action=off, `medians` and `limits` are infinite.
+    If spike.action=off, the cause is `none`, `medians` and `limits` are infinite, and `nonfinite`
+    is 0.
     """
 
     cause: jax.Array  # int32 scalar, an index into CAUSES
-    medians: jax.Array  # float32 (2,): medians of the losses and of the gradient norms
+    medians: jax.Array  # float32 (2,): of losses and gradient norms, valid if the window is full
     limits: jax.Array  # float32 (2,): spike thresholds, which are infinite until the window is full
     nonfinite: jax.Array  # int32 scalar: number of consecutive non-finite steps up to this one
 

@@ -59,8 +59,9 @@ class BackgroundTracker:
         """Write the remaining records, and wait for the thread to finish.
 
         A call that is being retried gets one more attempt, and each later call gets one attempt.
-        Raises `TimeoutError` if the thread has not finished after `seconds`, the tracker's error if
-        its last call failed, and `OSError` if records were lost.
+        After a failed `open` or `rewind`, later calls are dropped. Raises `TimeoutError` if the
+        thread has not finished after `seconds`, the tracker's error if its last call failed, and
+        `OSError` if records were lost.
         """
         self._closing.set()
         self._todo.put(("close", ()))

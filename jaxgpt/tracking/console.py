@@ -33,8 +33,7 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Width of the output terminal in columns, or None if there is no terminal.
-
+        """Width of the output terminal in columns, or None if there is none or its size is unknown.
         If mpiexec on this host forwards the output, this is the width of mpiexec's terminal.
         """
         if sys.stdout.isatty():
@@ -43,7 +42,7 @@ class Console:
             if self._mpiexec_output.is_char_device():  # not a pipe, which must not be opened
                 terminal = os.open(self._mpiexec_output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
                 try:
-                    return os.get_terminal_size(terminal).columns
+                    return os.get_terminal_size(terminal).columns or None
                 finally:
                     os.close(terminal)
         return None

@@ -14,7 +14,8 @@ Row = dict[str, Any]
 class Csv:
     """Writes csv/<kind>.csv in the run directory, with a column for each field except lists.
 
-    Columns have the names of the fields in metrics.jsonl, and nested names are joined by `/`.
+    Columns have the names of the fields in metrics.jsonl, without `kind`. Nested names are joined
+    by `/`.
     Missing values are empty, and non-finite numbers are `nan`, `inf` or `-inf`.
     """
 
@@ -80,12 +81,13 @@ def flatten(fields: Row, prefix: str = "") -> Row:
 def read_table(path: Path) -> tuple[list[str], list[Row]]:
     """Return the columns and rows of a CSV file, without damaged rows.
 
-    If the file does not exist, both lists are empty. Raises `OSError` if the file cannot be read,
-    and `KeyError` if it has rows but no column `step`.
+    If the file does not exist, both lists are empty. This sets `csv.field_size_limit`. Raises
+    `OSError` if the file cannot be read, and `KeyError` if it has rows but no column `step`.
     """
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace")
+    csv.field_size_limit(2**31 - 1)  # by default 131,072; the text of a sample may be longer
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     rows = [row for row in reader if None not in row.values() and row["step"].isdecimal()]
     return list(reader.fieldnames or ()), rows

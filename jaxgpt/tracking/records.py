@@ -66,7 +66,7 @@ class EvalRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord(Record):
-    """Generated text."""
+    """A prompt, followed by generated text."""
 
     kind = "sample"
     text: str

@@ -72,8 +72,9 @@ class RunFiles:
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of one field in the records of a kind: float64 (N,) each.
 
-        Records without the field are skipped. Null values and numbers above 1e300 become NaN. For
-        `rewind`, the result has the losses of the dropped steps, with a NaN after each rewind.
+        Records without the field are skipped. Values for which `number` returns NaN become NaN. For
+        `rewind`, `key` is ignored, and the result has the losses of the dropped steps, with a NaN
+        after each rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -102,7 +103,7 @@ class RunFiles:
     def settings(self) -> dict[str, str]:
         """Return the settings in config.yaml as text, with keys such as `train.max_iters`.
 
-        The result is empty if the file is missing or damaged.
+        The result is empty if the file is missing, unreadable or damaged.
         """
         out: dict[str, str] = {}
         try:
@@ -115,7 +116,10 @@ class RunFiles:
         return out
 
     def age(self) -> float:
-        """Return the time in seconds since the run last wrote to one of its logs."""
+        """Return the time in seconds since the run last wrote to one of its logs.
+
+        At least one of the logs must exist.
+        """
         paths = [self.directory / name for name in (METRICS, STARTS, "train.log")]
         return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
 
@@ -163,7 +167,10 @@ class RunFiles:
 
 
 def number(record: dict[str, Any], key: str) -> float:
-    """Return a number in a record, or NaN if the value is missing, not a number or above 1e300."""
+    """Return a number in a record, or NaN if the value is missing or not a number.
+
+    Numbers with an absolute value of 1e300 or more also become NaN.
+    """
     value = record.get(key)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
 
@@ -200,4 +207,5 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (METRICS, STARTS))
+    # `Path.is_file` would raise `PermissionError` for a folder that may not be entered.
+    return any(os.path.isfile(path / name) for name in (METRICS, STARTS))

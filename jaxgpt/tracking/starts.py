@@ -32,7 +32,7 @@ SHAPES: dict[str, Any] = {
 def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
     """Append a line to the starts.jsonl of a run. `kind` is a key of `SHAPES`.
 
-    If the line cannot be written, this does nothing.
+    Any `OSError` is ignored.
     """
     line = json_line({"kind": kind, "time": time.time(), **facts})
     # Errors such as a full disk must not end the run.
@@ -41,11 +41,12 @@ def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, oldest first, each with the merged fields of its lines.
+    """Return the starts of a run, oldest first, each with the fields of its `start` line.
 
-    `time` is the Unix time at which the run directory was locked. `first_step` and `end` are None
-    if the start has no such line. Damaged lines are ignored. The list is empty if there is no
-    starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
+    `time` is the Unix time in seconds at which the line was written. The fields of the `devices`
+    line, if there is one, are added. `first_step` and `end` are dicts with the fields of the line
+    of that kind, or None if there is no such line. Damaged lines are ignored. The list is empty if
+    there is no starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
     """
     starts: list[dict[str, Any]] = []
     path = directory / STARTS
@@ -73,7 +74,8 @@ def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     `name` is the name of the run, and `state` is the result of `RunFiles.state`. In each row,
     `seconds` is the time from the start of the job to the end of the first step, and `from` is
     "job". If the start of the job is unknown, `seconds` begins at the start of the process, and
-    `from` is "process". Raises `OSError` if starts.jsonl cannot be read.
+    `from` is "process". `hosts` is the number of hosts. Raises `OSError` if starts.jsonl cannot be
+    read.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

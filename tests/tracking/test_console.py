@@ -1,6 +1,7 @@
 """The console: what a terminal, a pipe and train.log get."""
 
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxgpt.tracking.appended_file import printable
-from jaxgpt.tracking.console import table_text, wrap
+from jaxgpt.tracking.console import Console, table_text, wrap
 from terminal import run_in_terminal
 
 SAYS = """
@@ -48,6 +49,15 @@ def test_a_full_disk_behind_the_console_is_not_the_end(tmp_path):
     one, warning, two = (tmp_path / "train.log").read_text().splitlines()
     assert one.endswith(" one") and two.endswith(" two")
     assert "warning: output to the console stopped: No space left" in warning
+
+
+def test_a_terminal_of_unknown_size_has_no_width(monkeypatch):
+    control, terminal = pty.openpty()  # 0 columns
+    console = Console(None, prints=True)
+    monkeypatch.setattr(console, "_mpiexec_output", Path(os.ttyname(terminal)))
+    assert console.width is None
+    os.close(control)
+    os.close(terminal)
 
 
 EVERY_CHARACTER = "".join(map(chr, range(0x3000)))

@@ -18,8 +18,10 @@ from jaxgpt.tracking.appended_file import LIMIT as MAX_WAITING
 from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.background import ATTEMPTS, LIMIT, BackgroundTracker
 from jaxgpt.tracking.console import Console
+from jaxgpt.tracking.csv import read_table, write_table
 from jaxgpt.tracking.jsonl import JsonLines, read_records
 from jaxgpt.tracking.records import CheckpointRecord, EvalRecord, SampleRecord, TrainRecord
+from jaxgpt.tracking.run_files import read_runs
 from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
 
@@ -470,3 +472,14 @@ def test_numbers_inside_of_records_are_shown_and_cleaned_too(tmp_path):
     (found,) = lines(tmp_path / "metrics.jsonl")
     assert found["corpora"]["code"] == {"tokens": 64, "loss": None} and found["nonfinite"]
     assert [e.value for e in events_of(tmp_path).Scalars("data/web/loss")] == [2.5]
+
+
+def test_a_csv_file_with_a_long_sample_is_read_again(tmp_path):
+    rows = [{"step": "5", "text": 200_000 * "a"}]
+    write_table(tmp_path / "sample.csv", ["step", "text"], rows)
+    assert read_table(tmp_path / "sample.csv") == (["step", "text"], rows)
+
+
+def test_a_folder_that_cannot_be_looked_up_is_no_run(tmp_path):
+    with pytest.raises(UsageError, match="is not a run directory or a folder of runs"):
+        read_runs([tmp_path / (300 * "x")])
