@@ -21,7 +21,7 @@ WRITE_SECONDS = 2.0  # interval between writes; each takes a few milliseconds of
 class Trackio:
     """Writes a run to the project's trackio database.
 
-    The database is in TRACKIO_DIR. The default is ~/.cache/huggingface/trackio.
+    The database is in TRACKIO_DIR, by default ~/.cache/huggingface/trackio or $HF_HOME/trackio.
     """
 
     extra = "trackio"  # required package, and the jaxgpt extra of the same name

@@ -27,7 +27,8 @@ class Wandb:
     W&B accepts values only for its newest step. Evaluations and some other records may be about an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
-    `open` and `rewind` raise `UsageError` if W&B is online and there is no API key.
+    `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
+    raise W&B's own errors, and `OSError` if the file with the ID cannot be read or written.
     """
 
     extra = "wandb"  # required package, and the jaxgpt extra of the same name
