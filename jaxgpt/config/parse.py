@@ -145,10 +145,16 @@ def parse_args(
     base, content = _base_of(line, saved_settings)
     # The file may be the config.yaml of another run; do not write to that run's directory.
     left_out = {"out"} if "config" in given else {"out"} | _FOR_ONE_START
-    values = _without(_flatten(content, str(base)), left_out, given)
+    values, in_file = _flatten(content, str(base))
+    values = _without(values, left_out, given)
+    in_file += [
+        f"{error} (set in {base})"
+        for key, words in values.items()
+        if key not in given and (error := _error_in(key, words))
+    ]
     is_preset = base in presets().values()
     model = {}
-    if initial_model is not None and not line.problems:
+    if initial_model is not None and not line.problems and not in_file:
         model = _initial_model(initial_model, {**values, **given})
         if model and is_preset:  # the weights override the preset's model
             kept = _kept_of_preset(values, model) if "config" in given else set()
@@ -166,6 +172,8 @@ def parse_args(
         return config
 
     wrong = {key: error for key, words in given.items() if (error := _error_in(key, words))}
+    if in_file:  # a corrected command would not run until the file is corrected
+        raise UsageError(*_in_lines([*in_file, *line.problems, *wrong.values()]))
     if line.problems or wrong:
         raise UsageError(*_report(prog, line, wrong, build))
     try:
@@ -255,10 +263,17 @@ def _report(
         corrected = []
         if not left_out:  # otherwise, the error may be due to an argument that was left out
             problems.append(str(error))
+    lines = _in_lines(problems)
+    is_useful = len(lines) > 1 or (given and not (wrong and left_out))
+    return [*lines, *corrected] if is_useful else lines
+
+
+def _in_lines(problems: Sequence[str]) -> list[str]:
+    """Return the lines of an error message with all problems."""
     problems = _join_same(problems)
     if len(problems) == 1:
-        return [*problems, *corrected] if given and not (wrong and left_out) else problems
-    return [f"{len(problems)} problems", *(f"  {each}" for each in problems), *corrected]
+        return problems
+    return [f"{len(problems)} problems", *(f"  {each}" for each in problems)]
 
 
 def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list[str]]:
@@ -276,13 +291,14 @@ def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list
 
 def train_command(
     argv: Sequence[str], config: str | None = None, quote: Callable[[str], str] = shlex.quote
-) -> tuple[str, list[str]]:
-    """Translate another program's arguments; return the jaxgpt.train command and remarks.
+) -> tuple[str, list[str], list[str]]:
+    """Translate another program's arguments.
 
-    `config` is the preset to use if the arguments neither select a preset nor identify the other
-    program. None means no preset. `quote` quotes an argument for the shell. Shell variables, such
-    as $SIZE, are copied unchecked if the value needs no conversion. Invalid values and arguments
-    that cannot be translated are corrected or left out, and the remarks explain each of them.
+    Returns the jaxgpt.train command, remarks, and the arguments and invalid values that are left
+    out of the command. `config` is the preset to use if the arguments neither select a preset nor
+    identify the other program. None means no preset. `quote` quotes an argument for the shell.
+    Shell variables, such as $SIZE, are copied unchecked if the value needs no conversion. Other
+    invalid values are corrected. The remarks explain each correction and omission.
     """
     line = translate(argv, presets(), guesses=False)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -292,9 +308,7 @@ def train_command(
     if default is not None and "config" not in given:
         given = {"config": [default], **given, **line.default_words}
     remarks = [*line.notes, *_join_same([*line.problems, *wrong.values()])]
-    if left_out:
-        remarks.append(f"left out: {', '.join(left_out)}")
-    return _join([TRAIN], given, quote), remarks
+    return _join([TRAIN], given, quote), remarks, left_out
 
 
 def _join_same(problems: Sequence[str]) -> list[str]:
@@ -339,7 +353,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
             )
     if unused := _unused_dataset(given):
         raise UsageError(f"{unused}; leave one of them out")
-    values = _without(_flatten(config.to_dict(), "configuration"), _FOR_ONE_START, given)
+    values = _without(_settings_in(config.to_dict(), "configuration"), _FOR_ONE_START, given)
     config = _build({**values, **given})
     validate(config)
     return config
@@ -370,7 +384,7 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     Raises `UsageError` if a key is unknown or a value is malformed. The message about an unknown
     key begins with `origin`, such as a file name.
     """
-    return _build(_flatten(values, origin))
+    return _build(_settings_in(values, origin))
 
 
 def config_from_file(path: Path) -> Config:
@@ -436,7 +450,7 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
             f"train.init_from={config.train.init_from}: {error.strerror}; give a folder or file "
             "that you may read"
         ) from None
-    return _flatten({"model": options}, f"train.init_from={config.train.init_from}")
+    return _settings_in({"model": options}, f"train.init_from={config.train.init_from}")
 
 
 def _kept_of_preset(values: Words, model: Words) -> set[str]:
@@ -481,22 +495,43 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     )
 
 
-def _flatten(values: Mapping[str, Any], origin: str, prefix: str = "") -> dict[str, list[str]]:
-    """Flatten nested settings to `section.key` -> strings. Error messages begin with `origin`."""
-    out = {}
+def _settings_in(values: Mapping[str, Any], origin: str) -> Words:
+    """Return `_flatten`'s settings. Raises `UsageError` if there are problems."""
+    out, problems = _flatten(values, origin)
+    if problems:
+        raise UsageError(*_in_lines(problems))
+    return out
+
+
+def _flatten(
+    values: Mapping[str, Any], origin: str, prefix: str = ""
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Flatten nested settings to `section.key` -> strings.
+
+    Also returns a message for each unknown key. The messages begin with `origin`.
+    """
+    out, problems = {}, []
+    sections = {key.partition(".")[0] for key in settings() if "." in key}
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
-            out |= _flatten(value, origin, f"{name}.")
+            inner, inner_problems = _flatten(value, origin, f"{name}.")
+            out, problems = out | inner, problems + inner_problems
+            continue
+        if name in sections and not prefix:
+            if value is not None:  # a section whose lines are commented out
+                text = "must be a section with lines such as `key: value`"
+                problems.append(f"{origin}: {name}={shorten(str(value))}: {text}")
             continue
         kind = settings().get(name := f"{prefix}{name}")
         if kind is None:
-            raise UsageError(f"{origin}: {unknown_key(name)}")
+            problems.append(f"{origin}: {unknown_key(name)}")
+            continue
         if name == "parallel.mesh" and isinstance(value, list):
             value = ",".join(map(str, value))
         if value is False and bool not in (kind, *typing.get_args(kind)):
             value = "off"  # YAML reads `off` as False
         out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    return out
+    return out, problems
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
@@ -517,7 +552,14 @@ def _unused_dataset(given: Words) -> str | None:
 
 
 def _build(words: Words) -> Config:
-    values = {name.replace(".", "__"): _value(name, given) for name, given in words.items()}
+    values, problems = {}, []
+    for name, given in words.items():
+        try:
+            values[name.replace(".", "__")] = _value(name, given)
+        except UsageError as error:
+            problems.append(str(error))
+    if problems:
+        raise UsageError(*_in_lines(problems))
     return Config().replace(**values)
 
 

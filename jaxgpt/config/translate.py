@@ -117,7 +117,8 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     if found and not ("." in key and key.rpartition(".")[2] in lasts):
         return f"{shown}: not a setting of jaxgpt; {found}"
     if guess := _guess_key(key):
-        hint = f"did you mean {guess}?"
+        name = "mesh" if guess == "parallel.mesh" else guess
+        hint = f"did you mean {name if '.' in name else '--' + name.replace('_', '-')}?"
     elif flag := _near_flag(key):
         hint = f"did you mean {flag if '.' in flag else '--' + flag.replace('_', '-')}?"
     else:
@@ -143,7 +144,10 @@ def _guess_key(key: str) -> str | None:
     """
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}
-    own = {name.rpartition(".")[2]: name for name in settings() if name.startswith(f"{section}.")}
+    in_section = [name for name in settings() if name.rpartition(".")[0] == section]
+    own = {name.rpartition(".")[2]: name for name in in_section}
+    if not section:
+        own["mesh"] = "parallel.mesh"  # --mesh is its usual spelling
     near = [
         lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
         *(own[close] for close in difflib.get_close_matches(last, own, 1, 0.75)),

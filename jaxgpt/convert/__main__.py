@@ -8,7 +8,7 @@ import argparse
 import importlib
 import sys
 
-from jaxgpt.cluster.shutdown import job_exit_handler
+from jaxgpt.cluster.shutdown import FAILED, job_exit_handler
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
 
 # Maps each KIND to its module in this folder and its help text.
@@ -24,7 +24,8 @@ KINDS = {
     "command": (
         "command",
         "print jaxgpt's command for a command line or shell script for nanoGPT, wordplay, "
-        "Megatron, torchtitan, MaxText or levanter",
+        "Megatron, torchtitan, MaxText or levanter. The exit status is 1 if the command lacks "
+        "arguments that change the run; a note on stderr lists them",
     ),
 }
 
@@ -73,10 +74,13 @@ def main(argv: list[str] | None = None) -> None:
         kind = options.pop("kind")
         module = importlib.import_module(f"jaxgpt.convert.{KINDS[kind][0]}")
         try:
-            lines = getattr(module, kind.replace("-", "_"))(**options)
+            result = getattr(module, kind.replace("-", "_"))(**options)
         except OSError as error:
             raise UsageError(f"convert: {error.filename}: {error.strerror}") from None
+        lines, left_out = result if kind == "command" else (result, [])
         print("\n".join(lines))
+    if left_out:
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,12 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?([-=?])([^${}]*))?\}|\$(\w+)
 _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.DOTALL)
 
 
-def command(words: list[str]) -> list[str]:
-    """Convert a shell script or a command line to a jaxgpt command, as a list of one string.
+def command(words: list[str]) -> tuple[list[str], list[str]]:
+    """Convert a shell script or a command line to a jaxgpt command.
 
-    `words` holds a script's path, a command line as one string, or the words of a command line.
-    Notes about changed or ignored arguments are printed to stderr.
+    Returns the command, as a list of one string, and the arguments that are left out of it although
+    they change the run. `words` holds a script's path, a command line as one string, or the words
+    of a command line. Notes about changed, ignored or omitted arguments are printed to stderr.
 
     Raises:
         UsageError: if no program in `PROGRAMS` is called, or if the script cannot be read.
@@ -73,7 +74,8 @@ def command(words: list[str]) -> list[str]:
             if conditions:
                 remark = "conditions in the script are not evaluated: all branches were read"
                 print(f"note: {remark}", file=sys.stderr)
-            return [_convert(parts, *found)]
+            line, left_out = _convert(parts, *found)
+            return [line], left_out
     raise UsageError(
         f"convert: {shown or 'command'}: calls none of {', '.join(PROGRAMS)}; give a command line "
         "or a script that calls one of them directly"
@@ -157,15 +159,20 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
     return None
 
 
-def _convert(parts: list[str], index: int, preset: str | None) -> str:
-    """Return the jaxgpt command for the words of another program's command. Print notes."""
+def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, list[str]]:
+    """Convert the words of another program's command, and print notes.
+
+    Returns the jaxgpt command and the arguments that are left out of it.
+    """
     launcher, arguments = parts[:index], parts[index + 1 :]
     ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
     arguments = arguments[: min(ends, default=None)]
     for word in launcher:  # MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
         if word.startswith(("CONFIG=", "CONFIG_FILE=")) and "run_train.sh" in parts[index]:
             arguments = ["--config", word.partition("=")[2], *arguments]
-    line, remarks = train_command(arguments, preset, _quote)
+    line, remarks, left_out = train_command(arguments, preset, _quote)
+    if left_out:
+        remarks.append(f"left out: {', '.join(left_out)}")
     for remark in remarks:
         print(f"note: {remark}", file=sys.stderr)
     if unset := sorted(set(re.findall(r"\$\{?(\w+)", line))):
@@ -173,7 +180,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> str:
             f"note: not set in the script: {', '.join(f'${name}' for name in unset)}",
             file=sys.stderr,
         )
-    return f"{_launcher(launcher)}{line}"
+    return f"{_launcher(launcher)}{line}", left_out
 
 
 def _quote(word: str) -> str:

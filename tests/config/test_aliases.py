@@ -278,6 +278,8 @@ ANSWERED = [
         "optimizer.learning_rate=1",
     ),
     ("spike.actoin=log", "did you mean spike.action?", "spike.action=log"),
+    ("--mehs 1,2,1", "did you mean --mesh?", "--mesh 1,2,1"),
+    ("--ouput runs/a train.seed=2", "did you mean --out?", "--out runs/a train.seed=2"),
     ("nonsense=1", "--help lists every key", None),
     ("train.zzz=1", "--help lists every key", None),
 ]

@@ -121,6 +121,33 @@ def test_an_alias_in_yaml_is_refused(tmp_path):
         load_config(str(tmp_path / "a.yaml"))
 
 
+def test_all_problems_of_a_file_and_a_command_line_are_listed(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {n_layers: 3, n_embd: big}\ntrain: 9\noptimiser: {beta1: 0.9}\n")
+    with pytest.raises(UsageError) as error:
+        parse_args(["--config", str(file), "train.seed=x", "--mehs", "1,2,1"])
+    number = "must be a whole number, at least"
+    assert str(error.value).splitlines() == [
+        "6 problems",
+        f"  {file}: model.n_layers: unknown key; did you mean model.n_layer?",
+        f"  {file}: train=9: must be a section with lines such as `key: value`",
+        f"  {file}: optimiser.beta1: unknown key; did you mean optimizer.beta1?",
+        f"  model.n_embd=big: {number} 1 and less than 2^31 (set in {file})",
+        "  --mehs: unknown key; did you mean --mesh?",
+        f"  train.seed=x: {number} 0 and less than 2^31",
+    ]
+    with pytest.raises(UsageError) as error:  # the command line overrides model.n_embd
+        parse_args(["--config", str(file), "model.n_embd=64"])
+    assert "model.n_embd" not in str(error.value)
+
+
+def test_a_section_with_no_lines_has_no_settings(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {n_layer: 3}\ntrain:\n  # seed: 3\n")
+    config = parse_args(["--config", str(file)])
+    assert (config.model.n_layer, config.train) == (3, Config().train)
+
+
 @pytest.mark.parametrize("again", ["train:\n  seed: 3\n", "seed: 3\n"])
 def test_a_key_that_is_there_twice_is_refused(tmp_path, again):
     file = tmp_path / "mine.yaml"

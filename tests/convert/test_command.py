@@ -1,5 +1,6 @@
 """Command lines and shell scripts of other programs are converted to commands of jaxgpt."""
 
+import contextlib
 import shlex
 
 import pytest
@@ -42,9 +43,10 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $GPT_ARGS "${TRAINING_ARGS[@]}" 
 """
 
 
-def convert(capsys, *words):
+def convert(capsys, *words, status=0):
     """Return the printed command, and the notes about it."""
-    main(["command", *map(str, words)])
+    with pytest.raises(SystemExit, match=str(status)) if status else contextlib.nullcontext():
+        main(["command", *map(str, words)])
     captured = capsys.readouterr()
     return captured.out.strip(), captured.err
 
@@ -140,13 +142,19 @@ def test_a_line_is_converted(capsys, line, command):
 
 
 def test_flags_without_an_equivalent_are_named(capsys):
-    command, notes = convert(capsys, "python train.py --weird=1 --seed=2")
+    command, notes = convert(capsys, "python train.py --weird=1 --seed=2", status=1)
     assert command == "python -m jaxgpt.train --config gpt2 train.seed=2"
     assert "note: left out: --weird=1" in notes
 
 
+def test_flags_without_an_effect_are_not_a_failure(capsys):
+    _, notes = convert(capsys, "python train.py --compile=False --wandb_log=True --seed=2")
+    assert "left out" not in notes
+
+
 def test_a_slip_is_not_guessed(capsys):
-    command, notes = convert(capsys, "torchrun pretrain_gpt.py --train-iter 9 --seed 2")
+    line = "torchrun pretrain_gpt.py --train-iter 9 --seed 2"
+    command, notes = convert(capsys, line, status=1)
     assert command == "python -m jaxgpt.train --config megatron train.seed=2"
     assert "note: left out: --train-iter 9" in notes
 
