@@ -3,6 +3,7 @@
 import abc
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from jaxgpt.data.source import read_meta
 FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 END_OF_TEXT = "<|endoftext|>"
+INSTALL_TOKENIZERS = "run pip install 'jaxgpt[hf]'"
 # Names of the end-of-text token to try, in this order, if no file defines the name. GPT-2 (and
 # GPT-NeoX), Llama 3, Llama 2 and Gemma use these names.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -374,10 +376,11 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
     except UsageError:
         raise
     except Exception as error:  # `tokenizers` raises plain `Exception`
+        package = "" if importlib.util.find_spec("tokenizers") else f", and {INSTALL_TOKENIZERS}"
         raise UsageError(
             f"tokenizer {path}: cannot be read ({in_words(error)}); give `byte`, a {FILE}, a "
             f"{SENTENCEPIECE}, or a folder that contains one of these or GPT-2's encoder.json "
-            "and vocab.bpe"
+            f"and vocab.bpe{package}"
         ) from None
     if end_of_text is not None and end_of_text not in ids:
         raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of a special token")
@@ -413,10 +416,19 @@ def _load_model(content: bytes):
 
 
 def _from_gpt2_files(folder: Path) -> bytes:
-    """Convert GPT-2's vocabulary files to the content of a tokenizer.json."""
-    package = _import_tokenizers()
+    """Convert GPT-2's vocabulary files to the content of a tokenizer.json.
+
+    Raises `FileNotFoundError`, with the reason as its message, if the files are missing.
+    """
     is_openai = (folder / "encoder.json").is_file()
     names = ("encoder.json", "vocab.bpe") if is_openai else ("vocab.json", "merges.txt")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if not folder.is_dir():
+        raise FileNotFoundError("no such file or folder")
+    if missing:
+        one = f"{missing[0]} is missing"
+        raise FileNotFoundError(one if len(missing) < len(names) else "the folder has no tokenizer")
+    package = _import_tokenizers()
     made = package.Tokenizer(package.models.BPE.from_file(*(str(folder / name) for name in names)))
     made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = package.decoders.ByteLevel()
@@ -431,7 +443,7 @@ def _import_tokenizers():
     except ImportError:
         raise UsageError(
             "the `tokenizers` package is not installed; it reads tokenizer.json, and GPT-2's "
-            "encoder.json and vocab.bpe; run pip install 'jaxgpt[hf]' or pip install tokenizers"
+            f"encoder.json and vocab.bpe; {INSTALL_TOKENIZERS} or pip install tokenizers"
         ) from None
     return tokenizers
 

@@ -142,6 +142,18 @@ def test_a_tokenizer_that_may_not_be_read_is_refused_with_a_sentence(gpt2, tmp_p
         tokenizer_from_meta(gpt2.to_meta(), tmp_path)
 
 
+def test_a_missing_tokenizer_is_one_sentence_about_files_and_package(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"gpt2: .*no such file or folder.*vocab.bpe$"):
+        load_tokenizer(tmp_path / "gpt2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    install = r"vocab.bpe, and run pip install 'jaxgpt\[hf\]'$"
+    with pytest.raises(UsageError, match=rf"the folder has no tokenizer\); give .*{install}"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "encoder.json").touch()
+    with pytest.raises(UsageError, match=rf"vocab.bpe is missing\); .*{install}"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_surrogate_is_named(gpt2):
     for tokenizer in gpt2, SentencePieceTokenizer(b"", 2, None):
         with pytest.raises(UsageError, match=r"'.udcff' \(position 1\)"):

@@ -24,8 +24,8 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 DOWNLOAD_TIMEOUT = 20  # seconds
 CHAR_TOKENIZER = (
-    "tokenizer: char, one token per character, the default because it needs no files; --tokenizer "
-    "selects another, such as byte, a tokenizer.json or a folder with encoder.json and vocab.bpe"
+    "tokenizer: char, one token per character; --tokenizer selects another, such as byte, a "
+    "tokenizer.json or a folder with encoder.json and vocab.bpe"
 )
 
 # Folders of the standard library to skip. Half of the library is repetitive tests.
