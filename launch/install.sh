@@ -29,11 +29,15 @@ fi
 wanted="$extra $(cat pyproject.toml launch/pins.txt | cksum)"
 stamp=.venv/jaxgpt-$extra
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing jaxgpt[$extra] into .venv"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-        --constraint launch/pins.txt --editable ".[$extra]"
+    start=$SECONDS
+    echo "installing jaxgpt[$extra] into .venv: this takes 1 to 5 minutes"
+    .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-compile \
+        --constraint launch/pins.txt --editable ".[$extra]" |
+        awk '/^(Collecting|Installing collected)/ { print substr($0, 1, 79); fflush() }'
     # Compile on all cores, because pip uses only one. Ignore errors, because some packages contain
     # files for other versions of Python.
+    echo "compiling the installed packages"
     .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+    echo "installed in $((SECONDS - start)) s"
     echo "$wanted" >"$stamp"
 fi

@@ -81,6 +81,21 @@ def test_the_front_door_is_short_and_its_paths_exist():
             assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_links_lead_to_a_file_and_a_section(readme):
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / readme).read_text()):
+        path, _, section = link.partition("#")
+        if "://" in path:
+            continue
+        target = ROOT / readme.parent / path if path else ROOT / readme
+        assert target.exists(), link
+        if section:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            # GitHub drops punctuation from the anchor of a heading.
+            anchors = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+            assert section in anchors, link
+
+
 def test_every_room_has_a_readme():
     rooms = [path.parent for path in (ROOT / "jaxgpt").glob("*/__init__.py")]
     missing = {room.name for room in rooms if not (room / "README.md").exists()}
