@@ -1,8 +1,11 @@
 """Log lines at the start and at the end of a run."""
 
+import dataclasses
+import re
 import shutil
 
 from jaxgpt.cluster import shutdown as exits
+from jaxgpt.config import config_from_file
 from jaxgpt.train.reporting.reporter import _LINES
 from jobs import SMALL, records, train_here
 
@@ -17,6 +20,17 @@ def test_the_weight_decay_line_leaves_out_padding_of_the_vocabulary(tmp_path):
     decayed = 12 * D * D + (V + T) * D  # GPT-2: matrices of a layer, two embeddings
     assert f"applied to {decayed:,} parameters in 6 arrays, not to {3 * D:,} in 3 arrays" in log
     assert f"model: {(decayed - T * D + 3 * D) / 1e6:.2f}M parameters" in log
+
+
+def test_the_settings_are_in_lines_that_fit_on_a_screen(tmp_path):
+    train_here(*SMALL, *ONE, "train.max_iters=1", "--out", tmp_path)
+    lines = [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()]
+    shown = [line for line in lines if re.match(r"(model|train): \w+=", line)]
+    assert len(shown) > 2 and max(map(len, shown)) < 120
+    config = dataclasses.asdict(config_from_file(tmp_path / "config.yaml"))
+    for section in "model", "train":
+        text = " ".join(line.partition(": ")[2] for line in shown if line.startswith(section))
+        assert text == " ".join(f"{key}={value!r}" for key, value in config[section].items())
 
 
 def test_the_last_line_has_the_losses_of_the_last_step_or_none(tmp_path):

@@ -1,6 +1,7 @@
 """The first lines of a run's log, which describe the model, the devices and the data."""
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
 
+SETTINGS_WIDTH = 100  # characters of settings per line
 # Notes in `facts` with these prefixes are not shown on the console.
 USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none, ")
 
@@ -40,9 +42,15 @@ def header_lines(
         *initialize.describe(facts),
         *run.notes,
         *(
-            f"{name}: " + " ".join(f"{k}={v!r}" for k, v in section.items())
+            f"{name}: {line}"
             for name, section in dataclasses.asdict(config).items()
             if isinstance(section, dict)
+            for line in textwrap.wrap(
+                " ".join(f"{key}={value!r}" for key, value in section.items()),
+                SETTINGS_WIDTH,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         ),
         f"mesh: {describe(mesh)}; zero_stage={parallel.zero_stage} "
         f"sequence_parallel={parallel.sequence_parallel} remat={parallel.remat}",
