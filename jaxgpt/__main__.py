@@ -33,7 +33,11 @@ def main() -> None:
         print(bash_script(COMMANDS))
         return
     if name not in COMMANDS:
-        print(f"error: {name}: unknown command; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        from jaxgpt.config import nearest
+
+        near = nearest(name, COMMANDS)
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(COMMANDS)}"
+        print(f"error: {name}: unknown command; {hint}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"jaxgpt {name}", *sys.argv[2:]]
     runpy.run_module(f"jaxgpt.{name}", run_name="__main__", alter_sys=True)

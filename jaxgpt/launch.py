@@ -136,6 +136,8 @@ def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLay
             "COMMAND: is missing; put it after --, as in: python -m jaxgpt.launch -- "
             "python -m jaxgpt.train"
         )
+    if command[0].startswith("jaxgpt."):
+        raise UsageError(f"{command[0]}: is not a program; use python -m {command[0]}")
     if arguments.spare_nodes and not arguments.restarts:
         raise UsageError(
             f"--spare-nodes={arguments.spare_nodes}: only restarts use spare hosts; also give "

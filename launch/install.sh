@@ -30,7 +30,7 @@ wanted="$extra $(cat pyproject.toml launch/pins.txt | cksum)"
 stamp=.venv/jaxgpt-$extra
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     start=$SECONDS
-    echo "installing jaxgpt[$extra] into .venv: this takes 1 to 5 minutes"
+    echo "installing jaxgpt[$extra] into .venv: this takes up to 3 minutes"
     .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-compile \
         --constraint launch/pins.txt --editable ".[$extra]" |
         awk '/^(Collecting|Installing collected)/ { print substr($0, 1, 79); fflush() }'

@@ -304,6 +304,9 @@ def test_nothing_to_start_is_refused(capsys):
         with pytest.raises(SystemExit, match="2"):
             main(argv)
         assert "put it after --" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["-n", "2", "--", "jaxgpt.train"])
+    assert capsys.readouterr().err.endswith("use python -m jaxgpt.train\n")
 
 
 REPORT = """

@@ -169,7 +169,10 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
     if not run.is_dir():
         raise UsageError(f"{run}: no such folder; give a run directory, the --out of a run")
     if not steps:
-        raise UsageError(f"{run}: has no checkpoints yet; give a run directory that has one")
+        remedy = "give a run directory that has one"
+        if is_step(run.name) and run.parent.name == "checkpoints":
+            remedy = f"give --run {run.parent.parent} --step {run.name}"
+        raise UsageError(f"{run}: has no checkpoints yet; {remedy}")
     if step is None:
         return steps[-1]
     if step not in steps:
@@ -187,8 +190,10 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """
     steps = list_checkpoints(directory)
     if not steps:
+        problem = "has no checkpoint" if directory.is_dir() else "no such folder"
         raise UsageError(
-            f"{key}: has no checkpoint; give a run directory, or a folder from jaxgpt.convert"
+            f"{key}: {problem}; give a run directory, a folder from jaxgpt.convert, or hf:FOLDER "
+            "for a Hugging Face model"
         )
     return steps[-1], read_meta(directory, steps[-1])
 

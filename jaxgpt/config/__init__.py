@@ -6,6 +6,7 @@ from jaxgpt.config.errors import (
     check_shape,
     expand_user,
     in_words,
+    nearest,
     read_json,
     shorten,
 )

@@ -247,6 +247,9 @@ KEY_SUGGESTIONS = {
     ),
     "precision": "train.dtype sets the compute dtype",
     "model preset": "use --config NAME, such as --config gpt2",
+    "devices gpus n_gpu num_gpus n_gpus ngpu num_devices mesh_shape": (
+        "use --mesh D,F,T, such as --mesh 8,1,1 for 8 devices"
+    ),
     "config_file": "use --config NAME, --config FILE.yaml or settings such as section.key=value",
     # checkpoints and files
     "resume base_output_directory checkpoint.folder": (
@@ -265,6 +268,9 @@ KEY_SUGGESTIONS = {
     "tensorboard_dir": "event files go to tensorboard/ in the run directory",
     # data
     "root_path": "use data.path=FOLDER",
+    "data.file data.input data.text input text": (
+        "run python -m jaxgpt.prepare text --input FILE --out FOLDER, then set data.path=FOLDER"
+    ),
     "train_data dataset_path": (
         "use data.path=PREFIX for one source, or data.file_list=FILE for weighted sources"
     ),

@@ -33,10 +33,12 @@ class CommandParser(argparse.ArgumentParser):
         if "--mesh" in words[:-1]:  # argparse would treat -1,1,1 as an option
             i = words.index("--mesh")
             words[i : i + 2] = [f"--mesh={words[i + 1]}"]
-        if "--run" in self._option_string_actions and words and words[0][:1] not in ("", "-"):
-            is_setting, is_given = "=" in words[0], any(w.startswith("--run") for w in words)
-            if not (is_setting or is_given or self._get_positional_actions()):
-                self._refuse(f"{words[0]}: use --run {words[0]}")
+        is_plain = words and words[0][:1] not in ("", "-") and "=" not in words[0]
+        if is_plain and not self._get_positional_actions():
+            for option in "--run", "--input":
+                is_given = any(word.startswith(option) for word in words)
+                if option in self._option_string_actions and not is_given:
+                    self._refuse(f"{words[0]}: use {option} {words[0]}")
         positionals = [action.metavar for action in self._get_positional_actions()]
         if "RUN" in positionals and "--run" in (word.partition("=")[0] for word in words):
             plain = [word.removeprefix("--run=") for word in words if word != "--run"]
@@ -76,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
             return ratio, len(os.path.commonprefix([name, option]))
 
         best = max(options, key=likeness)
-        return best if likeness(best)[0] >= 0.7 else None
+        return best if likeness(best)[0] > 0.7 else None
 
     def error(self, message: str) -> NoReturn:
         usage = f"; {' '.join(self.format_usage().split())}"

@@ -66,7 +66,7 @@ def translate(
         guesses: Replace an unknown key with its probable meaning. If False, leave it out.
     """
     line, ignored = CommandLine(), []
-    for argument, shown, key, values in _arguments(argv, line):
+    for argument, shown, key, values in _arguments(argv, presets, line):
         value = " ".join(values)
         alias = aliases.find(aliases.KEY_ALIASES, key)
         neutral = aliases.find_end(aliases.NEUTRAL, key).split()
@@ -156,7 +156,9 @@ def _guess_key(key: str) -> str | None:
     return next((name for name in near if name), None)
 
 
-def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, str, str, list[str]]]:
+def _arguments(
+    argv: Sequence[str], presets: Mapping[str, Path], line: CommandLine
+) -> Iterator[tuple[str, str, str, list[str]]]:
     """Yield (argument as typed, key as typed, key, values) for each argument.
 
     Malformed arguments are not yielded, but added to `line.problems`.
@@ -172,10 +174,10 @@ def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, st
         if word.endswith((".py", ".toml", ".yml", ".yaml")) and not equals:
             yield word, word, "config", [word]
             continue
-        if not key or not (word.startswith("--") or equals):
-            line.leave_out(word, f"{word!r}: must be section.key=value or --section.key value")
-            continue
         name = key if key in settings() else aliases.find(aliases.KEY_ALIASES, key)
+        if not key or not (word.startswith("--") or equals):
+            _explain_word(word, name, words, presets, line)
+            continue
         several = not name or takes_many(settings()[name])
         values, is_flag = [value] if equals else [], not name or settings()[name] is bool
         next_setting = r"--|[+\w.-]+=" if several or is_flag else "--"
@@ -193,6 +195,34 @@ def _arguments(argv: Sequence[str], line: CommandLine) -> Iterator[tuple[str, st
         else:
             yield argument, shown, key, values
         seen.add(key)
+
+
+def _explain_word(
+    word: str, key: str, following: list[str], presets: Mapping[str, Path], line: CommandLine
+) -> None:
+    """Add a problem to `line` for a word that is not an argument.
+
+    The words that probably belong to it are removed from `following`. `key` is the setting with the
+    name `word`, if there is one.
+    """
+    n_words = 2 if following[:1] == ["="] else 1  # key = value
+    values = following[n_words - 1 : n_words]
+    if word in presets:
+        key, values, n_words = "config", [word], 0
+    if key and values and not re.match(r"--|.+=", values[0]):
+        meant = f"--{'mesh' if key == 'parallel.mesh' else key} {values[0]}"
+        typed = " ".join([word, *following[:n_words]])
+        line.problems.append(f"{typed}: did you mean {meant}?")
+        line.put(key, values, meant)
+        del following[:n_words]
+    elif os.path.exists(word):
+        line.leave_out(
+            word,
+            f"{word}: to train on text, run python -m jaxgpt.prepare text --input {word} "
+            "--out FOLDER, then set data.path=FOLDER",
+        )
+    else:
+        line.leave_out(word, f"{word!r}: must be section.key=value or --section.key value")
 
 
 def _name(argument: str) -> str:

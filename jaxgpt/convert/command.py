@@ -55,6 +55,8 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
             text = Path(text).read_text()
         except (OSError, ValueError) as error:
             raise UsageError(f"convert: {shown}: not readable ({in_words(error)})") from None
+    elif len(words) == 1 and text.endswith(".sh") and " " not in text and not _program([text]):
+        raise UsageError(f"convert: {shown}: no such file; give a script or a command line")
     variables: dict[str, str] = {}
     conditions = False
     for statement in _statements(text):

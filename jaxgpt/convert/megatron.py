@@ -160,7 +160,7 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
         if match and (file := next((f for f in inside if f.is_file()), None)):
             files[int(match[1]), int(match[2] or 0)] = file
     if not files:
-        hint = ""
+        hint = "; give the folder that Megatron's --save named, or one of its checkpoints"
         if next(path.glob("*.distcp"), None) or (path / ".metadata").exists():
             hint = "; this is a distributed checkpoint: save it with --ckpt-format torch"
         elif next(path.glob("layer_*-model_states.pt"), None):

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError, expand_user
+from jaxgpt.config import Config, DataConfig, ModelConfig, UsageError, expand_user, nearest
 from jaxgpt.data import FORMATS
 from jaxgpt.data.blend import BlendEntry, parse_lines, read_file_list
 from jaxgpt.data.source import PARTS, SPLITS, Document, OpenSource
@@ -335,6 +335,9 @@ def _open_files(entry: BlendEntry, data: DataConfig) -> tuple[str, OpenSource]:
             is_built_in = data.dataset in BUILT_IN
             made_by = data.dataset if is_built_in else f"text --name {data.dataset} --input FILE"
             remedy = f"run `python -m jaxgpt.prepare {made_by}`, or give data.path=DIR"
+            siblings = (path.name for path in entry.path.parent.glob("*/"))
+            if near := nearest(data.dataset, {*BUILT_IN, *siblings} - {data.dataset}, 0.75):
+                remedy = f"did you mean data.dataset={near}? Otherwise, {remedy}"
         place = "" if entry.key.endswith(f"={entry.path}") else f" at {entry.path}"
         raise UsageError(f"{entry.key}: there is no token data{place}; {remedy}")
     try:

@@ -231,8 +231,14 @@ def batch_sizes(directory: Path, config: Config) -> BatchSizes:
 
 def _saved_model(init_from: str) -> ModelConfig:
     if init_from.startswith(TRANSFORMERS):
+        folder = transformers_folder(init_from, "train.init_from=")
+        if not folder.is_dir():
+            raise UsageError(
+                f"train.init_from={init_from}: no such folder; download the model, and give the "
+                "folder that contains its config.json"
+            )
         try:
-            return read_model(transformers_folder(init_from, "train.init_from="))
+            return read_model(folder)
         except UsageError as error:
             raise UsageError(f"train.init_from={init_from}: {error}") from None
     _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")

@@ -15,6 +15,7 @@ from jaxgpt.report.__main__ import parser as report_parser
     [
         (report_parser, "page runs/a --outt f", "unknown argument --outt; did you mean --out?"),
         (prepare_parser, "text --input a --val_shar=0", "did you mean --val-share?"),
+        (prepare_parser, "text corpus", "corpus: use --input corpus"),
         (evaluate_parser, "--run a --strid 4", "did you mean --stride?"),
         (plan_parser, "--advice 64", "did you mean --advise?"),  # --device is as near
         (bench_parser, "step --round 3", "did you mean --rounds?"),

@@ -159,6 +159,12 @@ def test_a_slip_is_not_guessed(capsys):
     assert "note: left out: --train-iter 9" in notes
 
 
+def test_a_missing_script_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["command", "nowhere/train.sh"])
+    assert "nowhere/train.sh: no such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["ls -l", "", "python other.py", "echo train.py"])
 def test_a_line_without_a_known_program_is_refused(capsys, line):
     with pytest.raises(SystemExit) as end:

@@ -205,9 +205,11 @@ def test_the_model_of_a_preset_gives_way_to_the_weights(first_run, tmp_path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("/nowhere", "train.init_from=/nowhere: has no checkpoint; give a run directory"),
-        ("gpt2", "train.init_from=gpt2: has no checkpoint"),
-        ("hf:/nowhere", "/nowhere/config.json: cannot be read"),
+        ("/nowhere", "train.init_from=/nowhere: no such folder; give a run directory"),
+        ("gpt2", "train.init_from=gpt2: no such folder; .* hf:FOLDER"),
+        ("/", "train.init_from=/: has no checkpoint; give a run directory"),
+        ("hf:/nowhere", "train.init_from=hf:/nowhere: no such folder; download the model"),
+        ("hf:/", "train.init_from=hf:/: /config.json: cannot be read"),
         ("resume", "train.init_from=resume: leave it out"),
         ("", "train.init_from=: is empty"),
     ],
