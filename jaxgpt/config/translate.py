@@ -167,7 +167,8 @@ def _arguments(
     while words:
         word = words.pop(0)
         shown, equals, value = word.partition("=")
-        key = re.sub(r"^(--?|\+{1,2})", "", shown).replace("-", "_")
+        # A dash pasted from formatted text may be U+2013 or U+2014.
+        key = re.sub(r"^(--?|\+{1,2}|[\u2013\u2014])", "", shown).replace("-", "_")
         if Path(word).name == "base.yml":  # the defaults of MaxText
             line.later["maxtext"] = []
             continue

@@ -68,7 +68,7 @@ def describe(kind: Any) -> str:
     if takes_many(kind):
         if typing.get_origin(arguments[0]) is Literal:
             return f"a list of {' and '.join(typing.get_args(arguments[0]))}, separated by spaces"
-        numbers = {int: "whole numbers", float: "numbers, separated by spaces"}
+        numbers = {int: "whole numbers, separated by spaces", float: "numbers, separated by spaces"}
         return numbers.get(arguments[0], "a list of strings, separated by spaces")
     if types.NoneType in arguments:
         return ", or ".join([describe(arguments[0]), *_named_values(arguments)])

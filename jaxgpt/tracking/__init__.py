@@ -58,7 +58,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise UsageError(
-                f"train.trackers={name}: unknown tracker; choose from {', '.join(TRACKERS)}"
+                f"train.trackers={name}: unknown tracker; choose from {', '.join(TRACKERS)}, and "
+                "separate names with spaces"
             )
         extra = getattr(TRACKERS[name], "extra", None)
         if extra and importlib.util.find_spec(extra) is None:

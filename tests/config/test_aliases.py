@@ -284,6 +284,7 @@ ANSWERED = [
     ("model.n_layer 3", "did you mean --model.n_layer 3?", "model.n_layer=3"),
     ("model.n_layer = 3 --seed 2", "model.n_layer = 3: did you mean", "model.n_layer=3"),
     ("-mesh 2,1,1 lr 3e-4", "-mesh 2,1,1: did you mean --mesh 2,1,1?", "--mesh 2,1,1"),
+    ("\u2014mesh 2,1,1 lr 3e-4", "did you mean --mesh 2,1,1?", "--mesh 2,1,1"),  # a pasted dash
     ("lr train.seed=2", "'lr': must be section.key=value", "train.seed=2"),
     ("--gpus 8", "use --mesh D,F,T", None),
     ("--data.file a.txt", "jaxgpt.prepare text", None),
