@@ -61,10 +61,10 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
         return open_file(folder / FILE)
     if not (folder / INDEX).is_file():
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
-        raise UsageError(
-            f"{folder}: has neither {FILE} nor {INDEX}"
-            + (f", only {others}; save the model again with safe_serialization=True" * bool(others))
-        )
+        remedy = "; give the folder of a Hugging Face model"
+        if others:
+            remedy = f", only {others}; save the model again with safe_serialization=True"
+        raise UsageError(f"{folder}: has neither {FILE} nor {INDEX}{remedy}")
     files = _read_index(folder / INDEX)
     opened = {name: open_file(folder / name) for name in sorted(set(files.values()))}
     missing = [tensor for tensor, name in files.items() if tensor not in opened[name]]
