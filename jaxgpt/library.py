@@ -6,6 +6,7 @@ JAX is imported when a `Trainer` or a model is built.
 import contextlib
 import dataclasses
 import functools
+import os
 import signal
 import tempfile
 import threading
@@ -24,8 +25,10 @@ from jaxgpt.config import (
     UsageError,
     checked,
     expand_user,
+    is_help,
     mesh_shape,
     parse_args,
+    shorten,
     skip_ranges,
 )
 from jaxgpt.data.dataset import open_dataset, with_vocabulary
@@ -34,6 +37,7 @@ from jaxgpt.evaluate.model import (
     Model,
     Trained,
     check_exists,
+    copied,
     find_trained,
     is_count,
     run_folder,
@@ -79,13 +83,20 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
             malformed, has no effect, or contradicts another setting, or if
             train.batch_size_per_device is used with a mesh that contains -1.
     """
+    name = _path("config", config, "the name of a preset, such as 'tiny', or the path of a file")
     if not all(isinstance(word, str) for word in settings):
         raise UsageError(
             f"settings: must be strings, such as 'train.max_iters=100', not {settings!r}; write "
             "*LIST to pass a list"
         )
+    if is_help(settings):
+        raise UsageError("settings: run `python -m jaxgpt.train --help` to list all settings")
+    for word in settings:
+        option, _, value = word.partition(" ")
+        if option.startswith("--") and value and "=" not in option:
+            raise UsageError(f"settings: {word!r} is two arguments; write {option!r}, {value!r}")
     return parse_args(
-        ["--config", str(config), *settings],
+        ["--config", name, *settings],
         "jaxgpt.load_config",
         initial_model=initial_model,
         saved_settings=saved_settings,
@@ -118,7 +129,7 @@ def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
         if not is_count(step):
             raise UsageError(f"steps: {step!r} is not a step; steps are integers, from 1")
         rows = range(loader.batch_sizes.at(step))
-        yield StepBatch(step, loader.read(step, rows), loader.read_weights(step, rows))
+        yield StepBatch(int(step), loader.read(step, rows), loader.read_weights(step, rows))
 
 
 def load_model(
@@ -151,8 +162,9 @@ def load_model(
         raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
     if not is_count(batch_size):
         raise UsageError(f"batch_size={batch_size!r}: must be a whole number, at least 1")
-    cluster = cluster or join_alone("jaxgpt.load_model", WITH_CLUSTER)
-    with run_folder(str(run), cluster) as folder:
+    where = _path("run", run, "the path of a run directory or of a Hugging Face model")
+    cluster = _cluster(cluster, "jaxgpt.load_model")
+    with run_folder(where, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, step, mesh, dtype)
         return Model(trained, batch_size, cluster)
 
@@ -164,7 +176,7 @@ class Trainer:
     bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
     run directory only in `save`. A trainer detects loss spikes, but does not rewind.
 
-    All processes of a job call the methods together.
+    All processes of a job use a trainer together.
     """
 
     def __init__(self, config: Config, cluster: ProcessGroup | None = None):
@@ -181,7 +193,7 @@ class Trainer:
                 with several processes. Also raises whatever `initialize_jax` raises.
         """
         config = checked(config, CHOICES)
-        self.cluster = cluster = cluster or join_alone("jaxgpt.Trainer", WITH_CLUSTER)
+        self.cluster = cluster = _cluster(cluster, "jaxgpt.Trainer")
         cluster.run_on_all(lambda: cluster.is_main and prepare_default_data(config.data))
         self.dataset = cluster.run_on_all(open_dataset, config.data, config.model)
         config = with_vocabulary(config, self.dataset)
@@ -202,8 +214,10 @@ class Trainer:
         for line in self.steps.warnings:
             warnings.warn(line, stacklevel=2)
         self.loader = Loader.for_training(self.dataset, config, self.steps.batch_sharding)
-        self.step = 0  # the last step that has been trained or skipped
+        self._step = 0
         self._state: TrainState | None = None
+        self._lock = threading.RLock()  # held while `_state` is used or replaced
+        self._in_train = threading.Lock()
         self._folder: Path | None = None  # the run directory that this trainer continues
 
     def __repr__(self) -> str:
@@ -216,12 +230,22 @@ class Trainer:
         return self._run.config
 
     @property
+    def step(self) -> int:
+        """The last step that has been trained or skipped, or 0."""
+        return self._step
+
+    @property
     def state(self) -> "TrainState":
-        """The state after `step`. The next step donates its arrays, so copy any that you keep.
+        """A copy of the state after `step`. Later steps do not change it.
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration,
         or if JAX failed during the last step. Raises `RuntimeError` if JAX fails.
         """
+        with self._lock:
+            return copied(self._current_state())
+
+    def _current_state(self) -> "TrainState":
+        """Return `state`, which the next step may delete. Raises the same errors as `state`."""
         if self._state is None:
             self._state = self._first_state()
         check_exists(self._state.params, "failed; call restore, or make a new Trainer")
@@ -256,8 +280,15 @@ class Trainer:
         there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
         `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
         and `grad_norm` are None. Raises `UsageError` if `n_steps` is not a positive integer, or if
-        the data or the initial weights cannot be read. Raises `RuntimeError` if JAX fails.
+        the data or the initial weights cannot be read, or if `train` is already running. Raises
+        `RuntimeError` if JAX fails.
         """
+        with self._alone():
+            return self._train(n_steps, report)
+
+    def _train(
+        self, n_steps: int | None, report: Callable[[dict[str, float | None]], object] | None
+    ) -> list[dict[str, float | None]]:
         if n_steps is None:
             n_steps = max(0, self.config.train.max_iters - self.step)
         elif not is_count(n_steps):
@@ -285,17 +316,28 @@ class Trainer:
                 scalars: dict[str, Any] = {**dict.fromkeys(STEP_METRICS), "lr": lr}
                 if step not in skips:
                     batch = next(loaded)
-                    with _interrupts_deferred():  # the step deletes the old state
-                        self._state, metrics = train_step(self.state, np.int32(step), lr, batch)
-                        self.step = step
+                    with self._lock, _interrupts_deferred():  # the step deletes the old state
+                        state = self._current_state()
+                        self._state, metrics = train_step(state, np.int32(step), lr, batch)
+                        self._step = step
                         self._update_model()
                     scalars = metrics.scalars
-                self.step = step
+                self._step = step
                 dispatched.add(scalars["loss"])  # None for a skipped step
                 found.append({"step": step, **scalars})
                 if report:
                     report(as_floats(found[-1]))
         return [as_floats(record) for record in jax.device_get(found)]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise `UsageError` if `train` or `restore` is running, maybe in another thread."""
+        if not self._in_train.acquire(blocking=False):
+            raise UsageError("this trainer is training; call train and restore after train returns")
+        try:
+            yield
+        finally:
+            self._in_train.release()
 
     @functools.cached_property
     def _train_step(self) -> Any:
@@ -309,7 +351,8 @@ class Trainer:
         Raises `UsageError` if the data or the initial weights cannot be read, and `RuntimeError` if
         JAX fails.
         """
-        return self._evaluator(self.step, self.state.params)
+        with self._lock:
+            return self._evaluator(self.step, self._current_state().params)
 
     @functools.cached_property
     def _evaluator(self) -> Any:
@@ -324,10 +367,9 @@ class Trainer:
 
         `train` and `restore` update it. Raises the same errors as `state`.
         """
-        model = self._model
-        model.params = self.state.params
-        model.trained = dataclasses.replace(model.trained, step=self.step)
-        return model
+        with self._lock:
+            self._model.update(self._current_state().params, self.step)
+            return self._model
 
     def _update_model(self) -> None:
         """Update a model that the user may have kept."""
@@ -339,7 +381,7 @@ class Trainer:
         config, tokenizer = without_training(self.config), self.dataset.tokenizer
         block_size = config.model.block_size
         trained = Trained("the data", self.step, config, tokenizer, block_size, "own")
-        return Model(trained, 1, self.cluster, self.state.params)
+        return Model(trained, 1, self.cluster, self._current_state().params, self._lock)
 
     def save(self, run: str | Path) -> None:
         """Save a checkpoint of this step in a run directory, and wait until it is complete.
@@ -357,9 +399,9 @@ class Trainer:
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import checkpoint_json, checkpoint_tree
 
-        directory = Path(expand_user(str(run))).absolute()
+        directory = Path(expand_user(_path("run", run))).absolute()
         config = self.config.replace(out=str(directory))
-        with contextlib.ExitStack() as at_end:
+        with self._lock, contextlib.ExitStack() as at_end:
 
             def prepare() -> None:
                 if self.cluster.is_main:
@@ -374,11 +416,11 @@ class Trainer:
                 **dataclasses.replace(self._run, config=config).checkpoint_meta(
                     self.loader, self.step
                 ),
-                **checkpoint_json(self.state, self.steps.mesh, self.cluster.size),
+                **checkpoint_json(self._current_state(), self.steps.mesh, self.cluster.size),
             }
             settings = config.replace(checkpoint__local=None)
             checkpoints = Checkpoints(directory, settings, self.cluster)
-            checkpoints.save(self.step, checkpoint_tree(self.state), meta)
+            checkpoints.save(self.step, checkpoint_tree(self._current_state()), meta)
             checkpoints.close()
         self._folder = directory
 
@@ -408,10 +450,14 @@ class Trainer:
                 data, or if checkpoint.resume is False.
             RuntimeError: if JAX fails.
         """
+        with self._alone():
+            self._restore(run, step)
+
+    def _restore(self, run: str | Path, step: int | None) -> None:
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import restore_state
 
-        directory = Path(expand_user(str(run))).absolute()
+        directory = Path(expand_user(_path("run", run))).absolute()
         step = self.cluster.broadcast(self.cluster.run_on_all(choose_checkpoint, directory, step))
         meta = self.cluster.run_on_all(read_meta, directory, step)
         _warn(
@@ -421,15 +467,30 @@ class Trainer:
         skip, notes = ranges_to_skip(asked, rewound, step, meta)
         _warn(notes)
         checkpoints = Checkpoints(directory, self.config, self.cluster)
-        self._state = restore_state(checkpoints, step, self.steps.state_shapes)
+        state = restore_state(checkpoints, step, self.steps.state_shapes)
         init_folder, init_step = meta.get("init_from") or (None, None)
-        self._run = dataclasses.replace(
+        restored = dataclasses.replace(
             self._run, config=self.config.replace(train_range_to_skip=skip), resume_step=step,
             resume_meta=meta, init_folder=init_folder, init_step=init_step,
         )  # fmt: skip
-        self.loader.batch_sizes = self._run.batch_sizes
-        self.step, self._folder = step, directory
-        self._update_model()
+        with self._lock, _interrupts_deferred():
+            self._state, self._run, self._step, self._folder = state, restored, step, directory
+            self.loader.batch_sizes = restored.batch_sizes
+            self._update_model()
+
+
+def _path(name: str, value: str | Path, what: str = "the path of a run directory") -> str:
+    """Return the path in the argument `name`. Raise `UsageError` if it is not one."""
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise UsageError(f"{name}={shorten(repr(value))}: must be {what}")
+    return str(value)
+
+
+def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
+    """Return the processes of the job. Raise the same errors as `join_alone`."""
+    if not isinstance(cluster, ProcessGroup | None):
+        raise UsageError(f"cluster={cluster!r}: must be None, or from jaxgpt.join_process_group()")
+    return cluster or join_alone(caller, WITH_CLUSTER)
 
 
 @contextlib.contextmanager

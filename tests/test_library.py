@@ -1,14 +1,18 @@
 """`import jaxgpt` takes the steps, computes the logits and writes the files of the commands."""
 
+import copy
 import functools
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -214,14 +218,23 @@ def refusals(home):
     yield lambda: load("tiny", "train.max_iter=2"), "train.max_iter: unknown key"
     yield lambda: load("tiny", "optimizer.name=shampoo"), "optimizer.name=shampoo: "
     yield lambda: load("tiny", ["model.n_layer=1"]), "settings: must be strings"
-    yield lambda: config.replace(n_layer=3), "n_layer: unknown key; write section__key=value"
+    yield lambda: load("tiny", "--help"), "settings: run `python -m jaxgpt.train --help`"
+    yield lambda: load("tiny", "--mesh 1,2,1"), "is two arguments; write '--mesh', '1,2,1'"
+    for name in (None, 3, "", config):
+        yield lambda name=name: load(name), "must be the name of a preset, such as 'tiny', or"
+    yield lambda: load(home), f"config={home}: is a folder; give a YAML file"
+    yield lambda: config.replace(n_layer=3), "n_layer: unknown key; did you mean model__n_layer?"
+    yield lambda: config.replace(nothing=None), "nothing: unknown key; write section__key=value"
     yield lambda: config.replace(**{"parallel.mesh": "1,1,1"}), "parallel.mesh: unknown key"
     yield lambda: config.replace(train__batch=3), "train__batch: unknown key"
+    yield lambda: config.replace(train=3), "train=3: must be a TrainConfig; to change one setting"
+    for value in (-3, 2.0, True, None, [1, 2]):
+        replace = functools.partial(config.replace, train__max_iters=value)
+        yield replace, ": must be a whole number, at least 1 and less than 2^31"
+    yield lambda: jaxgpt.Config(train={"max_iters": 3}), "train={'max_iters': 3}: must be a TrainC"
     yield lambda: jaxgpt.Trainer("tiny"), "config: must be a configuration"
-    yield (
-        lambda: jaxgpt.Trainer(config.replace(train__batch_size=-1)),
-        "train.batch_size=-1: must be a whole number, at least 1",
-    )
+    yield lambda: jaxgpt.Trainer(config, cluster=3), "cluster=3: must be None, or from jaxgpt.join_"
+    yield lambda: model(home, cluster=3), "cluster=3: must be None, or from jaxgpt.join_"
     yield lambda: trainer.train(2.5), "n_steps=2.5: must be a whole number"
     yield lambda: trainer.train(-3), "n_steps=-3: must be a whole number"
     yield lambda: list(jaxgpt.batches(config, 3)), "steps=3: must be a list of steps"
@@ -232,17 +245,34 @@ def refusals(home):
     yield lambda: model(home / "taken", step=3), "step 3: "
     yield (
         lambda: model("gpt2"),
-        "gpt2: no such folder; give a run directory (the --out of a run) or",
+        "gpt2: no such folder; give a run directory or the folder of a",
     )
     yield lambda: loaded.generate(5), "prompt=5: must be a string"
     yield lambda: list(loaded.score([[1, 2], [256]])), "tokens: 256 is not in the vocabulary"
     yield lambda: list(loaded.score([1, 2])), "tokens: an array of shape ()"
+    yield lambda: list(loaded.score([[[1, 2]]])), "give IDs of shape (T,), such as"
+    yield lambda: list(loaded.score(3)), "rows=3: must be a list of sequences of token IDs"
+    yield lambda: loaded.logits([[1, 2], [3]]), "tokens: the sequences of a batch must have the sam"
+    for tokens in (3, None, {1, 2}, [[1, 2]]):
+        generate = functools.partial(loaded.generate_tokens, tokens, 1)
+        yield generate, "does not contain token IDs; give IDs of shape (T,), such as"
     yield lambda: loaded.logits([1.5]), "tokens: an array of shape (1,) and dtype float64"
     yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
     yield lambda: loaded.logits([[1, 2], [3]]), "tokens: all sequences of a batch must have"
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
     yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is longer than"
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
+    for name, value in (
+        ("temperature", "1"),
+        ("temperature", None),
+        ("top_p", "1"),
+        ("min_p", [1]),
+    ):
+        generate = functools.partial(loaded.generate, **{name: value})
+        yield generate, f"{name}={value!r}: must be a number"
+    yield lambda: loaded.generate(top_k=2.5), "top_k=2.5: must be a whole number, at least 1"
+    for stop in (3, [3], "a", [""], None):
+        yield lambda stop=stop: loaded.generate(stop=stop), f"stop={stop!r}: must be a list of non-"
     yield lambda: loaded.generate(n_tokens=0), "n_tokens=0: must be a whole number"
     yield lambda: loaded.generate(n_tokens=2.5), "n_tokens=2.5: must be a whole number"
     for seed in (-1, 1.5, 2**31, True, "1"):
@@ -251,6 +281,15 @@ def refusals(home):
         load = functools.partial(jaxgpt.load_model, home, batch_size=size)
         yield load, f"batch_size={size}: must be a whole number"
     yield lambda: trainer.train(1, report=3), "report=3: must be a function"
+    for path in (3, None, ""):
+        use = f"run={path!r}: must be the path of a run directory"
+        yield from ((lambda f=f, path=path: f(path), use) for f in (trainer.save, trainer.restore))
+        yield lambda path=path: model(path), f"run={path!r}: must be the path of a run directory"
+    for again in (lambda _: trainer.train(1), lambda _: trainer.restore(home / "taken")):
+        use = functools.partial(trainer.train, 1, report=again)
+        yield use, "this trainer is training; call train and restore after train returns"
+    trainer = trainer_on("1,1,1")
+    trainer.restore(home / "taken")
     yield lambda: trainer.save(home / "taken"), "already has a checkpoint of step 0"
     yield lambda: trainer_on("1,1,1").save(home / "taken"), "taken: holds another run"
     yield lambda: trainer.restore(home / "nope"), f"{home}/nope: "
@@ -266,6 +305,66 @@ def test_a_mistake_is_one_sentence(tmp_path):
             mistake()
         said, *corrected = str(error.value).split("\n")
         assert sentence in said and corrected[:1] in ([], ["corrected settings:"])
+
+
+def test_errors_of_a_trainer_do_not_mention_options(tmp_path):
+    trainer = trainer_on("1,1,1")
+    trainer.save(tmp_path / "run")
+    (tmp_path / "file").touch()
+    (tmp_path / "odd" / "metrics.jsonl").mkdir(parents=True)
+    wider = trainer_on("1,1,1", "model.n_embd=32")
+    never = trainer_on("1,1,1", "checkpoint.resume=False")
+    for mistake, words in (
+        (lambda: trainer.save(tmp_path / "file"), "give another run directory"),
+        (lambda: trainer_on("1,1,1").save(tmp_path / "odd"), "holds another run"),
+        (lambda: trainer.save(tmp_path / "run" / "checkpoints" / "x"), "or another folder"),
+        (lambda: wider.restore(tmp_path / "run"), "or another run directory"),
+        (lambda: never.restore(tmp_path / "run"), "give another run directory"),
+        (lambda: trainer.restore(tmp_path / "nope"), "give a run directory"),
+        (lambda: jaxgpt.load_model(tmp_path / "nope"), "give a run directory or the folder of a"),
+    ):
+        with pytest.raises(jaxgpt.UsageError, match=words) as error:
+            mistake()
+        assert "--" not in str(error.value)
+
+
+def test_a_configuration_shows_what_differs_from_the_defaults():
+    assert repr(jaxgpt.load_config("tiny")) == "Config()"
+    config = jaxgpt.load_config("tiny", "--mesh", "1,2,1").replace(train__trackers=("csv", "wandb"))
+    shown = "Config().replace(train__trackers=('csv', 'wandb'), parallel__mesh='1,2,1')"
+    assert repr(config) == shown
+    for each in (config, jaxgpt.load_config("gpt2")):
+        assert eval(repr(each), {"Config": jaxgpt.Config}) == each
+        assert pickle.loads(pickle.dumps(each)) == copy.deepcopy(each) == each
+
+
+def test_states_and_parameters_of_a_trainer_may_be_kept():
+    trainer = trainer_on("1,2,1")
+    with devices_of("1,2,1"):
+        kept = trainer.state.params, trainer.model.params
+        before = copy.deepcopy(kept[0])
+        trainer.train(2)
+        for params in kept:
+            jax.tree.map(np.testing.assert_array_equal, copy.deepcopy(params), before)
+        assert not np.array_equal(
+            *(jax.tree.leaves(params)[0] for params in (before, trainer.state.params))
+        )
+
+
+def test_a_model_may_be_used_while_another_thread_trains():
+    trainer, found = trainer_on("1,2,1"), []
+    expected = steps_of(trainer_on("1,2,1").train(30))
+    with devices_of("1,2,1"):
+        model = trainer.model
+        model.logits([1]), trainer.evaluate()  # compile them
+        thread = threading.Thread(target=lambda: found.extend(trainer.train(30)))
+        thread.start()
+        while thread.is_alive():
+            assert np.isfinite(model.logits([1])).all()
+            assert np.isfinite(trainer.evaluate().val_loss)
+            assert np.isfinite(jax.tree.leaves(trainer.state.params)[0]).all()
+        thread.join()
+    assert steps_of(found) == expected
 
 
 def python(code, **variables):

@@ -44,8 +44,8 @@ TIMED_OUT = "not complete within checkpoint.timeout_minutes"
 NO_ROOM_WORDS = ("are free there", *map(os.strerror, NO_ROOM))
 DATA_FILE_BYTES = 2**28  # Orbax writes several files in parallel; Orbax's default is 2 GiB
 CONTINUE = (
-    "start again with the same --out to continue from the newest complete checkpoint, if there is "
-    "one"
+    "start again with the same run directory to continue from the newest complete checkpoint, if "
+    "there is one"
 )
 
 

@@ -167,7 +167,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
-        raise UsageError(f"{run}: no such folder; give a run directory, the --out of a run")
+        raise UsageError(f"{run}: no such folder; give a run directory")
     if not steps:
         remedy = "give a run directory that has one"
         if is_step(run.name) and run.parent.name == "checkpoints":
@@ -179,7 +179,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
         raise UsageError(
             f"step {step}: {run} has no such checkpoint; choose from {', '.join(map(str, steps))}"
         )
-    return step
+    return steps[steps.index(step)]  # `step` may be a NumPy integer
 
 
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from jaxgpt.config.parse import presets
-from jaxgpt.config.values import settings, words_of
+from jaxgpt.config.schema import settings
+from jaxgpt.config.values import words_of
 
 # bash splits words at `=`, so `key=va` arrives as the three words `key`, `=` and `va`.
 SCRIPT = """\

@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import textwrap
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ import yaml
 
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user, in_words, nearest, shorten
-from jaxgpt.config.schema import Config
+from jaxgpt.config.schema import Config, settings
 from jaxgpt.config.translate import CommandLine, translate, unknown_key
 from jaxgpt.config.validate import (
     Choices,
@@ -30,7 +29,7 @@ from jaxgpt.config.validate import (
     validate,
     with_batch_size,
 )
-from jaxgpt.config.values import convert, describe, settings, takes_many
+from jaxgpt.config.values import describe, parse_value, strings_of, takes_many
 
 TRAIN = "python -m jaxgpt.train"
 USAGE = """\
@@ -58,8 +57,6 @@ Groups of settings; --help GROUP shows one group:
 """
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
-_PATHS = {"config", "out", "train.init_from"}
-_PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 
 Words = Mapping[str, Sequence[str]]  # the strings for each `section.key`
 # Takes train.init_from and out; returns model options by name
@@ -235,7 +232,7 @@ def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
 def _error_in(key: str, words: Sequence[str]) -> str:
     """Return the error message for a setting's value, or an empty string if the value is valid."""
     try:
-        _value(key, words)
+        parse_value(key, settings()[key], words)
     except UsageError as error:
         return str(error)
     return ""
@@ -369,7 +366,8 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
     """
     if not isinstance(config, Config):
         raise UsageError(
-            f"config: must be a configuration, such as load_config({config!r}), not {config!r}"
+            "config: must be a configuration, such as jaxgpt.load_config('tiny'), not "
+            f"{shorten(repr(config))}"
         )
     config = _with_known_batch_size(config_from_dict(config.to_dict(), "config"), [])
     validate(config)
@@ -420,6 +418,8 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
     if name in known or os.path.isfile(name):  # Path.is_file may raise OSError
         path = known.get(name, Path(name))
         return path, _read_yaml(path)
+    if os.path.isdir(name):
+        raise UsageError(f"config={name}: is a folder; give a YAML file, such as its config.yaml")
     near = nearest(name, known)
     hint = f"did you mean {near}? The" if near else "the"
     raise UsageError(
@@ -526,11 +526,7 @@ def _flatten(
         if kind is None:
             problems.append(f"{origin}: {unknown_key(name)}")
             continue
-        if name == "parallel.mesh" and isinstance(value, list):
-            value = ",".join(map(str, value))
-        if value is False and bool not in (kind, *typing.get_args(kind)):
-            value = "off"  # YAML reads `off` as False
-        out[name] = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+        out[name] = strings_of(name, kind, value)
     return out, problems
 
 
@@ -552,30 +548,15 @@ def _unused_dataset(given: Words) -> str | None:
 
 
 def _build(words: Words) -> Config:
-    values, problems = {}, []
+    config, problems = Config(), []
     for name, given in words.items():
         try:
-            values[name.replace(".", "__")] = _value(name, given)
+            config = config.replace(**{name.replace(".", "__"): list(given)})
         except UsageError as error:
             problems.append(str(error))
     if problems:
         raise UsageError(*_in_lines(problems))
-    return Config().replace(**values)
-
-
-def _value(name: str, words: Sequence[str]) -> Any:
-    """Return the value of one setting, or raise `UsageError`."""
-    if name in _PATHS:
-        words = [expand_user(word, f"{name}=") for word in words]
-    words = [aliases.VALUE_ALIASES.get(name, {}).get(word, word) for word in words]
-    answer = aliases.find(aliases.VALUE_SUGGESTIONS, f"{name}={words[0]}") if words else ""
-    if answer:
-        raise UsageError(f"{name}={words[0]}: {answer}")
-    try:
-        return convert(settings()[name], words)
-    except (KeyError, ValueError):
-        must = describe(settings()[name])
-        raise UsageError(f"{name}={shorten(' '.join(words))}: must be {must}") from None
+    return config
 
 
 def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:

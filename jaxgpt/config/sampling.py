@@ -1,6 +1,7 @@
 """Sampling options: how to choose the next token."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from jaxgpt.config.errors import UsageError
 
@@ -34,16 +35,21 @@ class Sampling:
         Args:
             prefix: prefix of option names in error messages, such as "--".
         """
-        least = 1 / MAX_TEMPERATURE
+        least, dash = 1 / MAX_TEMPERATURE, "-" if prefix else "_"
+        for name, value in vars(self).items():
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (is_number or value is None and name != "temperature"):
+                key = f"{prefix}{name.replace('_', dash)}"
+                raise UsageError(f"{key}={value!r}: must be a number")
         if self.temperature != 0 and not least <= self.temperature <= MAX_TEMPERATURE:
             raise UsageError(
                 f"{prefix}temperature={self.temperature}: must be 0, or between {least} and "
                 f"{MAX_TEMPERATURE}"
             )
-        dash = "-" if prefix else "_"
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and (self.top_k < 1 or not isinstance(self.top_k, Integral)):
             raise UsageError(
-                f"{prefix}top{dash}k={self.top_k}: must be at least 1; None allows all tokens"
+                f"{prefix}top{dash}k={self.top_k}: must be a whole number, at least 1; None allows "
+                "all tokens"
             )
         for name, value in (("top", self.top_p), ("min", self.min_p)):
             if value is not None and not 0 < value <= 1:

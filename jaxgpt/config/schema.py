@@ -4,14 +4,18 @@
 """
 
 import dataclasses
+import functools
 import json
+import operator
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 
-from jaxgpt.config.errors import UsageError
+from jaxgpt.config.errors import UsageError, nearest, shorten
+from jaxgpt.config.values import parse_value, strings_of
 
 
 class Bounds(NamedTuple):
@@ -474,6 +478,15 @@ class Config:
     spike: SpikeConfig = SpikeConfig()
     faults: FaultsConfig = FaultsConfig()
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if dataclasses.is_dataclass(field.type) and not isinstance(value, field.type):
+                raise UsageError(
+                    f"{field.name}={shorten(repr(value))}: must be a {field.type.__name__}; to "
+                    f"change one setting, write config.replace({field.name}__KEY=VALUE)"
+                )
+
     @property
     def document_end(self) -> int | None:
         """ID of the end-of-text token, or None if attention crosses document boundaries.
@@ -517,27 +530,56 @@ class Config:
         """
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the configuration as YAML in IPython and Jupyter."""
-        printer.text(self.to_yaml())
+    def __repr__(self) -> str:
+        """Return an expression with the settings that differ from their defaults."""
+        own = {name: operator.attrgetter(name)(self) for name in settings()}
+        changes = [
+            f"{name.replace('.', '__')}={value!r}"
+            for name, value in own.items()
+            if value != operator.attrgetter(name)(Config)
+        ]
+        return f"Config().replace({', '.join(changes)})" if changes else "Config()"
 
     def to_yaml(self) -> str:
+        """Return all settings as YAML, in the format of a run's config.yaml."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with changed values: `section__key=value`, or `key=value` at the top level.
 
-        The values are not validated. Raises `UsageError` if a key is unknown.
+        A value may also be a string, as in a command. Raises `UsageError` if a key is unknown or a
+        value is malformed. Does not check whether settings contradict each other.
         """
         config = self
         for name, value in changes.items():
             section, _, key = name.partition("__")
-            try:
-                if key:
-                    value = dataclasses.replace(getattr(config, section), **{key: value})
-                config = dataclasses.replace(config, **{section: value})
-            except (AttributeError, TypeError):  # no such section or key
-                raise UsageError(
-                    f"{name}: unknown key; write section__key=value, such as train__batch_size=8"
-                ) from None
+            setting = f"{section}.{key}" if key else section
+            kind = None if "." in name else settings().get(setting)
+            if kind is not None:
+                value = parse_value(setting, kind, strings_of(setting, kind, value))
+            elif name not in {field.name for field in dataclasses.fields(Config)}:
+                raise UsageError(f"{name}: unknown key; {_hint(name)}")
+            if key:
+                value = dataclasses.replace(getattr(config, section), **{key: value})
+            config = dataclasses.replace(config, **{section: value})
         return config
+
+
+@functools.cache
+def settings() -> dict[str, Any]:
+    """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
+    out = {}
+    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind, include_extras=True)
+            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
+        else:
+            out[name] = kind
+    return out
+
+
+def _hint(name: str) -> str:
+    """Return the keyword argument that an unknown one probably means, as a question."""
+    keys = {setting.rpartition(".")[2]: setting.replace(".", "__") for setting in settings()}
+    near = nearest(name.replace(".", "__").rpartition("__")[2], keys)
+    return f"did you mean {keys[near]}?" if near else "write section__key=value"

@@ -13,7 +13,8 @@ import yaml
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import in_words, nearest
 from jaxgpt.config.mesh import MeshShape, axes_with
-from jaxgpt.config.values import describe, settings, takes_many
+from jaxgpt.config.schema import settings
+from jaxgpt.config.values import describe, takes_many
 
 PADDING = 128  # Megatron pads the vocabulary to a multiple of 128 times the tensor-parallel size
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
@@ -122,7 +123,7 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     elif flag := _near_flag(key):
         hint = f"did you mean {flag if '.' in flag else '--' + flag.replace('_', '-')}?"
     else:
-        hint = "--help lists every key"
+        hint = "python -m jaxgpt.train --help lists every key"
     return f"{shown}: unknown key; {hint}"
 
 

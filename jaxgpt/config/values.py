@@ -1,34 +1,46 @@
 """Conversion of strings to setting values, and descriptions of their types."""
 
-import dataclasses
-import functools
 import math
 import types
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from jaxgpt.config.schema import Config
+from jaxgpt.config import aliases
+from jaxgpt.config.errors import UsageError, expand_user, shorten
 
+_PATHS = {"config", "out", "train.init_from"}
+_PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 _KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
-
-
-@functools.cache
-def settings() -> dict[str, Any]:
-    """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
-    out = {}
-    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
-        if dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind, include_extras=True)
-            out |= {f"{name}.{key}": hint for key, hint in hints.items()}
-        else:
-            out[name] = kind
-    return out
 
 
 def takes_many(kind: Any) -> bool:
     """Return whether a setting of this type takes a list."""
     return typing.get_origin(kind) is tuple
+
+
+def strings_of(name: str, kind: Any, value: Any) -> list[str]:
+    """Return the strings that stand for a value of the setting `name` on a command line."""
+    many = isinstance(value, list | tuple)
+    if name == "parallel.mesh" and many:
+        return [",".join(map(str, value))]
+    if value is False and bool not in (kind, *typing.get_args(kind)):
+        return ["off"]  # YAML reads `off` as False
+    return [str(each) for each in value] if many else [str(value)]
+
+
+def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
+    """Return the value of the setting `name`. Raises `UsageError` if it is malformed."""
+    if name in _PATHS:
+        words = [expand_user(word, f"{name}=") for word in words]
+    words = [aliases.VALUE_ALIASES.get(name, {}).get(word, word) for word in words]
+    answer = aliases.find(aliases.VALUE_SUGGESTIONS, f"{name}={words[0]}") if words else ""
+    if answer:
+        raise UsageError(f"{name}={words[0]}: {answer}")
+    try:
+        return convert(kind, words)
+    except (KeyError, ValueError):
+        raise UsageError(f"{name}={shorten(' '.join(words))}: must be {describe(kind)}") from None
 
 
 def convert(kind: Any, words: Sequence[str]) -> Any:

@@ -75,7 +75,7 @@ class TokenFile:
             raise UsageError(
                 f"{self.path}: ends at byte {os.fstat(file).st_size}, before token "
                 f"{start + count - 1}; the file has been truncated since it was opened; "
-                "restore it and start again with the same --out"
+                "restore it and start again with the same run directory"
             )
         return tokens
 

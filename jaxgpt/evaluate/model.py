@@ -4,9 +4,10 @@ import contextlib
 import functools
 import itertools
 import tempfile
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -68,8 +69,8 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
         given = Path(expand_user(where))
         if not given.is_dir():
             raise UsageError(
-                f"{where}: no such folder; give a run directory (the --out of a run) or the folder "
-                "of a Hugging Face model"
+                f"{where}: no such folder; give a run directory or the folder of a Hugging Face "
+                "model"
             )
         if (given / "checkpoints").exists() or not (given / "config.json").is_file():
             yield given
@@ -184,6 +185,7 @@ class Model:
         batch_size: int,
         cluster: ProcessGroup,
         params: "Params | None" = None,
+        lock: "threading.RLock | None" = None,
     ):
         """Start JAX and load the parameters, unless `params` is given.
 
@@ -193,6 +195,8 @@ class Model:
                 number of devices that the batch is sharded over.
             cluster: the processes of the job.
             params: the checkpoint's parameters, already on the mesh.
+            lock: lock of the trainer that the parameters belong to. The trainer holds it during a
+                step, which deletes the old parameters.
 
         Raises `UsageError` if the mesh does not fit the devices, or if the checkpoint is damaged or
         cannot be read. Also raises whatever `initialize_jax` and `restore_params` raise.
@@ -220,7 +224,8 @@ class Model:
         if params is None:
             shapes = self.steps.state_shapes.params
             params = restore_params(Path(trained.where), trained.step, shapes)
-        self.params = params
+        self._params, self._lock = params, lock or threading.RLock()
+        self._is_of_trainer = lock is not None
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._generators: dict[tuple[int, int, Sampling], Any] = {}
 
@@ -230,13 +235,21 @@ class Model:
 
     @property
     def params(self) -> "Params":
-        """The parameters. Raises `UsageError` if a failed training step has deleted them."""
-        check_exists(self._params, "failed; load or restore the model")
-        return self._params
+        """The parameters or, for the model of a trainer, a copy of them.
 
-    @params.setter
-    def params(self, params: "Params") -> None:
-        self._params = params
+        Raises `UsageError` if a failed training step has deleted the parameters.
+        """
+        return self._call(copied if self._is_of_trainer else lambda params: params)
+
+    def update(self, params: "Params", step: int) -> None:
+        """Replace the parameters, and the step that they belong to."""
+        self._params, self.trained = params, replace(self.trained, step=step)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `function(params, *arguments)`. Raises the same error as `params`."""
+        with self._lock:
+            check_exists(self._params, "failed; load or restore the model")
+            return function(self._params, *arguments)
 
     @property
     def block_size(self) -> int:
@@ -278,7 +291,9 @@ class Model:
         2026-11).
         """
         if not isinstance(rows, Rows):
-            texts = [self._check_tokens(row) for row in rows]
+            if not isinstance(rows, Iterable):
+                raise UsageError(f"rows={rows!r}: must be a list of sequences of token IDs")
+            texts = [self._check_tokens(row, "(T,)") for row in rows]
             longest = max((text.size for text in texts), default=1)
             rows = Rows(len(texts), self.row_length(longest - 1), texts.__getitem__)
             for text, scores in zip(texts, self.score(rows, with_likeliest), strict=True):
@@ -290,7 +305,7 @@ class Model:
         with tqdm(total=rows.size, unit=" rows", leave=False, disable=show) as progress:
             for first in itertools.count(0, self.batch_size):
                 if first < rows.size:
-                    scores = score(self.params, self._batch(rows, first))
+                    scores = self._call(score, self._batch(rows, first))
                     in_flight.append((min(self.batch_size, rows.size - first), scores))
                     if len(in_flight) <= IN_FLIGHT:
                         continue
@@ -315,22 +330,34 @@ class Model:
         texts = given.reshape(-1, given.shape[-1])
         rows, found = Rows(len(texts), self.row_length(texts.shape[1]), texts.__getitem__), []
         for first in range(0, rows.size, self.batch_size):
-            logits_BTV = self.steps.eval_logits(self.params, self._batch(rows, first))
+            logits_BTV = self._call(self.steps.eval_logits, self._batch(rows, first))
             found.append(np.asarray(logits_BTV)[: rows.size - first, : texts.shape[1]])
         return np.concatenate(found).reshape(*given.shape, -1)
 
-    def _check_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return token IDs as an integer array, (T,) or (B, T); raise `UsageError` if invalid."""
+    def _check_tokens(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        shapes: str = "(T,) or (B, T)",
+        truncate: bool = False,
+    ) -> np.ndarray:
+        """Return token IDs as an integer array of one of these shapes.
+
+        With `truncate`, return only the last `block_size` tokens. Raises `UsageError` if the tokens
+        are invalid.
+        """
         try:
             given, vocab_size = np.asarray(tokens), self._vocab_size
         except ValueError:
             raise UsageError("tokens: all sequences of a batch must have the same length") from None
-        if given.ndim not in (1, 2) or not given.size or given.dtype.kind not in "iu":
+        n_axes = (1, 2) if "B" in shapes else (1,)
+        if given.ndim not in n_axes or not given.size or given.dtype.kind not in "iu":
             raise UsageError(
                 f"tokens: an array of shape {given.shape} and dtype {given.dtype} does not "
-                "contain token IDs; give IDs of shape (T,) or (B, T), such as "
+                f"contain token IDs; give IDs of shape {shapes}, such as "
                 "model.tokenizer.encode(text)"
             )
+        if truncate:
+            given = given[..., -self.block_size :]
         if given.shape[-1] > self.block_size:
             raise UsageError(
                 f"tokens: a sequence of {given.shape[-1]} tokens is longer than "
@@ -361,7 +388,7 @@ class Model:
                 return (losses_BT, likeliest_BT) if with_likeliest else (losses_BT,)
 
             compiled = jax.jit(score, out_shardings=self.steps.replicated)
-            self._scorers[key] = compiled.lower(self.params, batch).compile()
+            self._scorers[key] = self._call(compiled.lower, batch).compile()
             self._cluster.barrier()
         return self._scorers[key]
 
@@ -441,7 +468,7 @@ class Model:
                 f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
                 "the weights with --tokenizer, or use generate_tokens"
             )
-        if isinstance(stop, str) or "" in stop:
+        if not (isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)):
             raise UsageError(f"stop={stop!r}: must be a list of non-empty strings")
         tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
         at_once = at_once or (TOKENS_AT_ONCE if stop else n_tokens)
@@ -509,7 +536,7 @@ class Model:
         for seed in seeds:
             if not (_is_integer(seed) and 0 <= seed < 2**31):
                 raise UsageError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1")
-        given = [self._check_tokens(tokens[-self.block_size :]) for tokens in prompts]
+        given = [self._check_tokens(tokens, "(T,)", truncate=True) for tokens in prompts]
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
         windows_BP = np.zeros((len(given), self.row_length(int(max(lengths_B)))), np.int32)
         for window, tokens in zip(windows_BP, given, strict=True):
@@ -519,10 +546,10 @@ class Model:
         seeds_B, B = np.array(seeds, np.int32), len(given)
         n_cached = np.int32(cached_tokens(self.config.model.n_positions, lengths_B.max()))
         start, extend = self._generator(B, n_tokens, sampling)
-        text = start(self.params, windows_BP, lengths_B)
+        text = self._call(start, windows_BP, lengths_B)
         for first in range(0, n_tokens, at_once):
             end = np.int32(min(first + at_once, n_tokens))
-            text = extend(self.params, text, seeds_B, np.int32(first), n_cached, end)
+            text = self._call(extend, text, seeds_B, np.int32(first), n_cached, end)
             columns_BN = lengths_B[:, None] + np.arange(first, end)
             yield np.take_along_axis(np.asarray(text.tokens_S), columns_BN, axis=1)
 
@@ -545,6 +572,13 @@ class Model:
                 jit(over_texts(extend, n_texts, (None, 0, 0, None, None, None)), donate_argnums=1),
             )
         return self._generators[key]
+
+
+def copied(arrays: Any) -> Any:
+    """Return copies of the arrays in a tree, with the same shardings."""
+    import jax
+
+    return jax.tree.map(lambda array: array.copy(), arrays)
 
 
 def check_exists(params: "Params", advice: str) -> None:

@@ -94,9 +94,11 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
             impl, _ = choose_implementation(config, shape, device.devices_per_host)
             stand_in = stand_in.replace(parallel__context_impl=impl)
         if config.train.dtype == "bfloat16":
-            stand_in = stand_in.replace(train__dtype="float16")
+            train = dataclasses.replace(stand_in.train, dtype="float16")
+            stand_in = stand_in.replace(train=train)
         if config.parallel.grad_reduce_dtype == "bfloat16":
-            stand_in = stand_in.replace(parallel__grad_reduce_dtype="float16")
+            parallel = dataclasses.replace(stand_in.parallel, grad_reduce_dtype="float16")
+            stand_in = stand_in.replace(parallel=parallel)
     stand_in, simulated = with_fewer_replicas(stand_in, shape)
     mesh = _simulated_mesh(simulated)
     attend = None

@@ -86,12 +86,12 @@ def check_resume(
     if meta.get(WEIGHTS_ONLY):
         raise UsageError(
             f"out={directory}: contains weights written by jaxgpt.convert, not a run; to train "
-            f"from them, give train.init_from={directory} and another --out"
+            f"from them, give train.init_from={directory} and another run directory"
         )
     if not config.checkpoint.resume:
         raise UsageError(
-            f"checkpoint.resume=False: {checkpoint} exists; give another --out, "
-            "or checkpoint.resume=True to continue from it"
+            f"checkpoint.resume=False: {checkpoint} exists; give another run "
+            "directory, or checkpoint.resume=True to continue from it"
         )
     saved, notes, changed = meta["config"], [], []
     # A run that predates a key behaves as if the key had its default value.
@@ -106,7 +106,7 @@ def check_resume(
             if _is_fixed(config, name, (then, value)):
                 raise UsageError(
                     f"{name}={value}: {checkpoint} was trained with {name}={then}; use that value, "
-                    "or another --out"
+                    "or another run directory"
                 )
             if name == "train.seed":
                 notes.append(
@@ -159,8 +159,8 @@ def _check_data(
         return []
     if not config.data.accept_changes:
         raise UsageError(
-            f"{source.key}: {what}; restore the original data, give another --out, or accept "
-            "the change with data.accept_changes=True"
+            f"{source.key}: {what}; restore the original data, give another run directory, or "
+            "accept the change with data.accept_changes=True"
         )
     return [f"warning: {what}; accepted by data.accept_changes"]
 

@@ -341,11 +341,13 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
             run = folder.parent
             if folder.name == "checkpoints" and (run / ".lock").exists():
                 raise UsageError(
-                    f"out={config.out}: is inside the checkpoints folder of a run; give --out "
+                    f"out={config.out}: is inside the checkpoints folder of a run; give "
                     f"{run} to continue from its newest checkpoint, or another folder"
                 )
         if given.exists() and not given.is_dir():
-            raise UsageError(f"out={config.out}: is a file, not a folder; give another --out")
+            raise UsageError(
+                f"out={config.out}: is a file, not a folder; give another run directory"
+            )
         directory = Path(config.out) if config.out else _new_directory(config)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -356,7 +358,7 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
             lock.seek(0)
             raise UsageError(
                 f"out={directory}: is in use by {lock.read().strip() or 'another job'}; "
-                "wait for it to end, or give another --out"
+                "wait for it to end, or give another run directory"
             )
         if found != "unsupported":
             lock.truncate(0)
@@ -364,15 +366,15 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
             lock.flush()
     except OSError as e:
         raise UsageError(
-            f"out={config.out or 'runs'}: cannot be written ({in_words(e)}); "
-            "give a writable folder as --out"
+            f"out={config.out or 'runs'}: cannot be written ({in_words(e)}); give a writable folder"
         ) from None
     for name in ("checkpoints", *FILES):
         path = directory / name
         if path.exists() and path.is_dir() != (name == "checkpoints"):
             kind = "folder" if path.is_dir() else "file"
             raise UsageError(
-                f"out={directory}: contains a {kind} named {name}; remove it, or give another --out"
+                f"out={directory}: contains a {kind} named {name}; remove it, or give another run "
+                "directory"
             )
     return directory
 

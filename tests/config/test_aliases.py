@@ -245,8 +245,8 @@ ANSWERED = [
     ("--make-vocab-size-divisible-by 64", "model.vocab_size=N", None),
     ("--exit-interval 10 --seed 2", "train.time_limit=MINUTES", "train.seed=2"),
     # a flag with a similar name and another meaning is not a slip
-    ("--exit-intervals 10 --seed 2", "unknown key; --help lists", "train.seed=2"),
-    ("checkpoint.keep_latest_k=10 --seed 2", "unknown key; --help lists", "train.seed=2"),
+    ("--exit-intervals 10 --seed 2", "unknown key; python -m", "train.seed=2"),
+    ("checkpoint.keep_latest_k=10 --seed 2", "unknown key; python -m", "train.seed=2"),
     ("--init-method-std 0.006 --seed 2", "0.02", "train.seed=2"),
     (
         "--lr-decay-style linear --lr-decay-iters 100 --lr-warmup-iters 10",
@@ -289,8 +289,8 @@ ANSWERED = [
     ("--gpus 8", "use --mesh D,F,T", None),
     ("--data.file a.txt", "jaxgpt.prepare text", None),
     ("/ train.seed=2", "/: to train on text, run python -m jaxgpt.prepare", "train.seed=2"),
-    ("nonsense=1", "--help lists every key", None),
-    ("train.zzz=1", "--help lists every key", None),
+    ("nonsense=1", "python -m jaxgpt.train --help lists every key", None),
+    ("train.zzz=1", "python -m jaxgpt.train --help lists every key", None),
 ]
 
 COMMANDS_WORK = [

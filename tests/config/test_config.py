@@ -408,6 +408,6 @@ def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):
     assert text.strip() == (
         "Probability mass to spread evenly over all tokens; 0 disables label smoothing."
     )
-    assert parse._value("example.label_smoothing", ["0.1"]) == 0.1
+    assert parse.parse_value("example.label_smoothing", kind, ["0.1"]) == 0.1
     with pytest.raises(UsageError, match="example.label_smoothing=1: must be .* less than 1"):
-        parse._value("example.label_smoothing", ["1"])
+        parse.parse_value("example.label_smoothing", kind, ["1"])

@@ -28,7 +28,7 @@ def test_another_optimizer_is_refused(tmp_path):
         train_here("--out", tmp_path, "train.max_iters=2", "optimizer.name=muon")
     assert str(error.value) == (
         f"optimizer.name=muon: {tmp_path}/checkpoints/1 was trained with optimizer.name=adamw; "
-        "use that value, or another --out"
+        "use that value, or another run directory"
     )
 
 
