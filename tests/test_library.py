@@ -413,11 +413,16 @@ def test_a_type_checker_knows_the_library(tmp_path):
         "jaxgpt.load_config(3)\n"  # line 8: a name or a path
         "jaxgpt.nothing\n"  # line 9: no such name
     )
-    checked = ("__init__.py", "library.py", "evaluate/model.py", "tracking/records.py")
+    (example,) = re.findall(
+        "^```python\n(.*?)^```$", (ROOT / "jaxgpt/README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "readme.py").write_text(example)
+    checked = ("__init__.py", "library.py", "config/schema.py", "evaluate/model.py")
+    checked += ("tracking/records.py",)
     files = [str(ROOT / "jaxgpt" / name) for name in checked]
     options = ("--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", tmp_path / "c")
     job = subprocess.run(
-        [sys.executable, "-m", "mypy", *map(str, options), "user.py", *files],
+        [sys.executable, "-m", "mypy", *map(str, options), "user.py", "readme.py", *files],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -425,6 +430,23 @@ def test_a_type_checker_knows_the_library(tmp_path):
     )
     found = re.findall(r"^(\S+?):(\d+): error", job.stdout, re.MULTILINE)
     assert found == [("user.py", "7"), ("user.py", "8"), ("user.py", "9")], job.stdout
+
+
+def test_ctrl_c_while_restoring_does_not_blame_the_checkpoint(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    def interrupted(*_, **__):  # as in orbax.checkpoint's `_read_array_index_and_device_put`
+        raise Exception("Encountered error while reading array index") from KeyboardInterrupt()
+
+    trainer = trainer_on("1,1,1")
+    trainer.save(tmp_path / "run")
+    (record,) = trainer.train(1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ocp.PyTreeCheckpointHandler, "restore", interrupted)
+        trainer.restore(tmp_path / "run")
+    assert trainer.step == 1
+    trainer.restore(tmp_path / "run")
+    assert trainer.train(1) == [record]
 
 
 def test_an_interrupted_step_is_one_sentence():

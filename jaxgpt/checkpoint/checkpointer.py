@@ -510,6 +510,8 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
             return handler.restore(folder / "state", args=args)
     except Exception as error:  # Orbax and TensorStore raise many types of exceptions
         cause = error.__cause__ or error
+        if isinstance(cause, KeyboardInterrupt):  # the files are not damaged
+            raise cause from None
         if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # not caused by the files
             raise RuntimeError(f"{folder}: could not be restored") from error
         text = " ".join(str(cause).split())

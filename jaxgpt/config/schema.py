@@ -480,11 +480,11 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if dataclasses.is_dataclass(field.type) and not isinstance(value, field.type):
+            value, kind = getattr(self, field.name), type(field.default)
+            if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
                 raise UsageError(
-                    f"{field.name}={shorten(repr(value))}: must be a {field.type.__name__}; to "
-                    f"change one setting, write config.replace({field.name}__KEY=VALUE)"
+                    f"{field.name}={shorten(repr(value))}: must be a {kind.__name__}; to change "
+                    f"one setting, write config.replace({field.name}__KEY=VALUE)"
                 )
 
     @property
@@ -547,8 +547,9 @@ class Config:
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with changed values: `section__key=value`, or `key=value` at the top level.
 
-        A value may also be a string, as in a command. Raises `UsageError` if a key is unknown or a
-        value is malformed. Does not check whether settings contradict each other.
+        A value may also be a string, as in a command. Raises `UsageError` if a key is unknown, or
+        if a value has the wrong type or is out of range. Other rules, such as those about pairs of
+        settings, are not checked.
         """
         config = self
         for name, value in changes.items():
@@ -568,7 +569,7 @@ class Config:
 @functools.cache
 def settings() -> dict[str, Any]:
     """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
-    out = {}
+    out: dict[str, Any] = {}
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         if dataclasses.is_dataclass(kind):
             hints = typing.get_type_hints(kind, include_extras=True)

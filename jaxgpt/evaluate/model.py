@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 from tqdm import tqdm
@@ -257,8 +257,13 @@ class Model:
         return self.trained.block_size
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it is unknown."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `UsageError` if it is unknown."""
+        if self.trained.tokenizer is None:
+            raise UsageError(
+                f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
+                "the weights with --tokenizer, or use generate_tokens"
+            )
         return self.trained.tokenizer
 
     def row_length(self, n: int) -> int:
@@ -463,11 +468,6 @@ class Model:
                     f"prompt={prompt!r}: must be a string; for token IDs, use generate_tokens"
                 )
         tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise UsageError(
-                f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
-                "the weights with --tokenizer, or use generate_tokens"
-            )
         if not (isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)):
             raise UsageError(f"stop={stop!r}: must be a list of non-empty strings")
         tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
@@ -561,11 +561,12 @@ class Model:
 
         key = n_texts, n_tokens, sampling
         if key not in self._generators:
-            known = self.tokenizer.vocab_size if self.tokenizer else self._vocab_size
+            tokenizer = self.trained.tokenizer
+            known = tokenizer.vocab_size if tokenizer else self._vocab_size
             start, extend = make_generator(
                 self.steps.make_decoder, self.config.model.n_positions, known, n_tokens, sampling
             )
-            whole = self.steps.replicated
+            whole: Any = self.steps.replicated
             jit = functools.partial(jax.jit, out_shardings=Text(whole, whole, None))
             self._generators[key] = (
                 jit(over_texts(start, n_texts, (None, 0, 0))),
@@ -597,7 +598,7 @@ def is_count(number: object) -> bool:
     return _is_integer(number) and number >= 1
 
 
-def _is_integer(number: object) -> bool:
+def _is_integer(number: object) -> TypeGuard[int]:
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
