@@ -218,7 +218,7 @@ class Trainer:
         self._state: TrainState | None = None
         self._lock = threading.RLock()  # held while `_state` is used or replaced
         self._in_train = threading.Lock()
-        self._folder: Path | None = None  # the run directory that this trainer continues
+        self._folders: set[Path] = set()  # run directories that this trainer may add checkpoints to
 
     def __repr__(self) -> str:
         config, at = self.config, f"step {self.step} of {self.config.train.max_iters}"
@@ -279,9 +279,9 @@ class Trainer:
         By default, train the remaining steps up to train.max_iters, and return an empty list if
         there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
         `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
-        and `grad_norm` are None. Raises `UsageError` if `n_steps` is not a positive integer, or if
-        the data or the initial weights cannot be read, or if `train` is already running. Raises
-        `RuntimeError` if JAX fails.
+        and `grad_norm` are None. Raises `UsageError` if an argument is invalid, if the data or the
+        initial weights cannot be read, or if `train` or `restore` is already running. Raises
+        `RuntimeError` if JAX fails, and whatever `report` raises.
         """
         with self._alone():
             return self._train(n_steps, report)
@@ -393,7 +393,7 @@ class Trainer:
             UsageError: if the directory contains another run, contains a checkpoint of this step or
                 a later step, is in use by another job, or cannot be written, or if the initial
                 weights cannot be read.
-            OSError: on process 0, if the tokenizer's file cannot be written.
+            OSError: on process 0, if config.yaml or the tokenizer's file cannot be written.
             RuntimeError: if JAX fails.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
@@ -412,6 +412,7 @@ class Trainer:
                     atomic_write_text(directory / "config.yaml", config.to_yaml())
 
             self.cluster.run_on_all(prepare)
+            self._folders.add(directory)
             meta = {
                 **dataclasses.replace(self._run, config=config).checkpoint_meta(
                     self.loader, self.step
@@ -422,12 +423,11 @@ class Trainer:
             checkpoints = Checkpoints(directory, settings, self.cluster)
             checkpoints.save(self.step, checkpoint_tree(self._current_state()), meta)
             checkpoints.close()
-        self._folder = directory
 
     def _check_folder(self, directory: Path) -> None:
         """Raise `UsageError` if a checkpoint in this run directory would mix two runs."""
         saved = list_checkpoints(directory)
-        if directory != self._folder and (saved or (directory / METRICS).exists()):
+        if directory not in self._folders and (saved or (directory / METRICS).exists()):
             raise UsageError(
                 f"{directory}: holds another run; restore that run first, or give another folder"
             )
@@ -447,7 +447,7 @@ class Trainer:
         Raises:
             UsageError: if there is no such checkpoint, if the checkpoint or rewinds.json is damaged
                 or cannot be read, if the run has another model, another optimizer or different
-                data, or if checkpoint.resume is False.
+                data, if checkpoint.resume is False, or if `train` is running.
             RuntimeError: if JAX fails.
         """
         with self._alone():
@@ -474,7 +474,7 @@ class Trainer:
             resume_meta=meta, init_folder=init_folder, init_step=init_step,
         )  # fmt: skip
         with self._lock, _interrupts_deferred():
-            self._state, self._run, self._step, self._folder = state, restored, step, directory
+            self._state, self._run, self._step, self._folders = state, restored, step, {directory}
             self.loader.batch_sizes = restored.batch_sizes
             self._update_model()
 

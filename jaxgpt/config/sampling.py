@@ -27,7 +27,7 @@ class Sampling:
     min_p: float | None = None
 
     def check(self, prefix: str = "") -> None:
-        """Raise `UsageError` if a value is out of range.
+        """Raise `UsageError` if a value is not a number or is out of range.
 
         `temperature` must be 0 or from 1e-6 to 1e6, and `top_k` at least 1. `top_p` and `min_p`
         must be above 0 and at most 1. `top_k`, `top_p` and `min_p` may also be None.
