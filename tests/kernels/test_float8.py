@@ -118,7 +118,9 @@ def test_all_linear_layers_train_in_float8_and_are_evaluated_without():
     ("n_steps", "settings"),
     [
         (10, ("model.n_layer=1", "train.batch_size=8")),
-        pytest.param(300, (), marks=pytest.mark.long),
+        # With the preset's learning rate, both runs have bursts of large gradients, which
+        # training amplifies: single losses then differ by up to 8%.
+        pytest.param(300, ("optimizer.learning_rate=1e-3",), marks=pytest.mark.long),
     ],
 )
 def test_training_follows_a_run_without_float8(n_steps, settings):
@@ -129,9 +131,9 @@ def test_training_follows_a_run_without_float8(n_steps, settings):
     found, exact = np.array(found["losses"]), np.array(exact["losses"])
     assert (found != exact).any()
     np.testing.assert_allclose(found[:20], exact[:20], rtol=1e-2)
-    # Later, losses of single steps differ by more, because training amplifies differences.
-    for part in (slice(None), slice(-50, None)):
-        assert found[part].mean() == pytest.approx(exact[part].mean(), rel=1e-2)
+    means = (np.convolve(losses, np.ones(10) / 10, "valid") for losses in (found, exact))
+    np.testing.assert_allclose(*means, rtol=1e-2)
+    np.testing.assert_allclose(found, exact, rtol=2e-2)
 
 
 def test_devices_without_float8_are_refused_or_emulate_it():
