@@ -54,7 +54,7 @@ def records(run):
 
 
 def draw_spike(folder):
-    """Train on random tokens in steps 76 to 79, and draw the losses before and after the rewind."""
+    """Train on random tokens in steps 76 to 79, and plot the losses before and after the rewind."""
     run = folder / "spike"
     jaxgpt("train", *RUN, *SPIKE, "--out", run)
     found = records(run)

@@ -153,7 +153,7 @@ class StopSignal:
                     f"{self.reason}: stopping after {steps}, with a checkpoint; {leave} exits at "
                     "once, without one"
                 )
-            except BrokenPipeError:  # Ctrl-C also killed a `tee` that reads the output
+            except BrokenPipeError:  # Ctrl-C also killed the `tee` that was reading the output
                 return
 
     def reached(self, step: int) -> bool:

@@ -75,7 +75,7 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
     `overrides` are command-line arguments for `parse_args`, which is called with its default
     options. Therefore, settings such as `optimizer.name`, whose allowed values are defined in
     higher layers, are not checked, and the model options of train.init_from are not read. Notes are
-    printed to stderr. Raises `UsageError` like `parse_args`.
+    printed to stderr. Raises `UsageError` as `parse_args` does.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4

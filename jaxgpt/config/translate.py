@@ -425,7 +425,7 @@ def _stage_of(line: CommandLine, file: str) -> int | None:
 
 
 def _set_mesh(line: CommandLine) -> None:
-    """Set parallel.mesh from other programs' flags for the sizes of individual axes."""
+    """Set parallel.mesh from the flags with which other programs set the size of each axis."""
     sizes = {}
     for axis, flags in line.axes.items():
         factors = [-1 if word == "-1" else _whole(word) for word in flags.values()]

@@ -383,7 +383,7 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
     """Return a line that explains how `with_batch_size` computes train.batch_size.
 
-    train.batch_size_per_device must be set. Raises `UsageError` like `with_batch_size`.
+    train.batch_size_per_device must be set. Raises `UsageError` as `with_batch_size` does.
     """
     train, n = config.train, shape.split_of("splits_batch")
     devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
@@ -409,10 +409,10 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    The choices are optimizer.schedule and the keys in `choices`. The check for settings without
-    effect covers data.end_of_text and the keys that depend on a choice. Also raises `UsageError` if
-    `given` has both train.batch_size and train.batch_size_per_device. `given` holds the strings for
-    each key on the command line.
+    The choices are optimizer.schedule and the keys in `choices`. Only these settings are
+    checked for having no effect: data.end_of_text, and keys that apply to a single value of a
+    choice. Also raises `UsageError` if `given` has both train.batch_size and
+    train.batch_size_per_device. `given` holds the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

@@ -29,7 +29,7 @@ PLUGIN_REMEDY = (
     f"install the vendor's JAX plugin (NVIDIA: {_NVIDIA}; AMD: {_AMD}), or set JAX_PLATFORMS=cpu"
 )
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier within a much shorter time
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier much closer together than this
 
 Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
 

@@ -17,7 +17,7 @@ from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, ru
 DEFAULT_BATCH = 16
 GENERATED_AT_ONCE = 32  # number of tokens to generate between checks for the end
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
-NEUTRAL = {"num_beams": (None, 1)}  # values without effect
+NEUTRAL = {"num_beams": (None, 1)}  # values that have no effect
 
 
 def _number(name: str, given: Any, least: int = 1) -> int:

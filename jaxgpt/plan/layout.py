@@ -68,8 +68,8 @@ class Estimate:
 class Plan:
     """A layout, its program, and everything known before the program runs.
 
-    The program is compiled or estimated. It may also have only the size of the state; see
-    `is_complete`.
+    The program is compiled or estimated. If `is_complete` is False, only the size of the state is
+    known.
     """
 
     config: Config

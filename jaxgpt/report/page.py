@@ -31,7 +31,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; backgroun
 @media (prefers-color-scheme: dark) {
   .plot, .bar, .swatch b { filter: invert(.92) hue-rotate(180deg) } }
 """
-# Each panel is drawn once for each choice of axes, and radio buttons hide the other figures.
+# Each panel is drawn once for each choice of axes. Radio buttons select the version to show.
 TEMPLATE = """{% from macros import embed %}{% block postamble %}
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>CSS
 body:has(#steps:checked) .tokens, body:has(#tokens:checked) .steps,

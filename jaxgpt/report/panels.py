@@ -1,4 +1,4 @@
-"""The panels of a report as data, and the downsampling of curves."""
+"""Builds the panels of a report as plain data, and downsamples curves."""
 
 from typing import Any, NamedTuple
 

@@ -53,7 +53,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
     """Return the ranges of steps that the rewinds of a run skip, as inclusive (first, last) pairs.
 
-    Raises `UsageError` like `read_rewinds`.
+    Raises `UsageError` as `read_rewinds` does.
     """
     return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
@@ -127,7 +127,7 @@ def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
     """Return the last rewind of a run if its commit was interrupted, otherwise None.
 
-    Raises `UsageError` like `read_rewinds`.
+    Raises `UsageError` as `read_rewinds` does.
     """
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None

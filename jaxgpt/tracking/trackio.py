@@ -1,7 +1,7 @@
 """trackio: a database on this machine, which works without a network.
 
-This module uses `SQLiteStorage`, because `trackio.Run` drops records that cannot be written, and
-prints to the console.
+This module uses `SQLiteStorage`, because `trackio.Run` prints to the console and drops records
+that it cannot write.
 """
 
 import contextlib

@@ -213,7 +213,7 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 def saved_settings(directory: Path) -> dict[str, Any] | None:
     """Return the configuration in a run's newest undamaged checkpoint, for `parse_args`.
 
-    Return None if there is no such checkpoint. Raises `UsageError` like `valid_checkpoints`.
+    Return None if there is no such checkpoint. Raises `UsageError` as `valid_checkpoints` does.
     """
     saved = valid_checkpoints(directory)
     return saved[max(saved)]["config"] if saved else None
@@ -222,7 +222,7 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
     """Return the batch sizes up to the newest checkpoint, followed by train.batch_size.
 
-    Damaged checkpoints are ignored. Raises `UsageError` like `valid_checkpoints`.
+    Damaged checkpoints are ignored. Raises `UsageError` as `valid_checkpoints` does.
     """
     step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
     before = BatchSizes(meta.get("batch_sizes", ()))

@@ -144,7 +144,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
     """Raise `UsageError` if process 0 has different data or a different tokenizer."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # One process per host compares the hashes, as does any process with different paths.
+    # Hashes are compared by one process per host, and by every process whose paths differ.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -252,7 +252,7 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 
 
 def _open_dataset(config: Config) -> Dataset:
-    """Open the data of a run. Raises `UsageError` like `open_dataset`.
+    """Open the data of a run. Raises `UsageError` as `open_dataset` does.
 
     If train.init_from is set, errors about the vocabulary mention this setting.
     """

@@ -226,8 +226,8 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     CPUs. The result is the divisor of the number of rows that brings the size of a slice's
     activations closest to `SLICE_BYTES`, or to `GRADIENTS_PER_SLICE` times the size of the
     gradients if that is more. If the mesh splits anything but the batch, the result is 1, because
-    each slice would add communication. model.vocab_size must be set. Raises `UsageError` like
-    `activation_bytes`.
+    each slice would add communication. model.vocab_size must be set. Raises `UsageError` as
+    `activation_bytes` does.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """Return a run's optimizer for unsharded parameters, without the learning rate.
 
-    model.vocab_size must be set. Raises `UsageError` like `make_optimizer` and `weights`.
+    model.vocab_size must be set. Raises `UsageError` as `make_optimizer` does and `weights`.
     """
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
@@ -50,7 +50,7 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 def init_state(config: Config) -> TrainState:
     """Return the state before the first step, with parameters initialised from train.seed.
 
-    model.vocab_size must be set. Raises `UsageError` like `optimizer_of`.
+    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
     """
     stacked = stacked_in_host if config.parallel.offload == "state" else nnx.vmap
     network = GPT(config.model, stacked=stacked, rngs=nnx.Rngs(params=config.train.seed))
@@ -61,7 +61,7 @@ def state_of(config: Config, params: Params) -> TrainState:
     """Return the state before the first step, with the given parameters.
 
     A learned position-embedding table is truncated to its first model.block_size rows.
-    model.vocab_size must be set. Raises `UsageError` like `optimizer_of`.
+    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
     """
     if "position_embedding" in params:
         w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]

@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
 
     chunk: TextChunk
     ids: np.ndarray  # int64 (tokens,)
-    weights: np.ndarray | None  # uint8 (tokens,): 1 for tokens of answers; None if all tokens count
+    weights: np.ndarray | None  # uint8 (tokens,): 1 for answer tokens; None if all tokens count
 
 
 @dataclass(frozen=True)
