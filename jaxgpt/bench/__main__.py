@@ -17,7 +17,7 @@ PROG = "python -m jaxgpt.bench"
 
 
 def parser() -> CommandParser:
-    """Return the parser. KIND is a module in this folder, and its `run` takes its options."""
+    """Return the parser. Each KIND is a module in this folder whose `run` takes the options."""
     out = CommandParser(
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

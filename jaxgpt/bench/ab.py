@@ -40,7 +40,7 @@ def run(
 
     `settings` are command-line settings, and `parse_change` describes a change. In each of the
     `rounds` rounds, every variant runs `steps` steps. By default, the unchanged step runs for about
-    1.5 seconds per round. The data consists of random tokens.
+    1.5 seconds per round. All variants use random tokens as data.
 
     Raises `UsageError` if the job has several processes, if a setting or an option is invalid, or
     if changed settings have no effect on the step. It is also raised if a change affects the mesh,

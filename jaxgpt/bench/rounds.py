@@ -32,9 +32,9 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
-    The state carries over from round to round. At the end of `train`, the trainer calls `save` with
-    its state, because this object serves as the trainer's `Checkpoints`. All processes call each
-    method together.
+    The state carries over from round to round. This object serves as the trainer's `Checkpoints`,
+    so the trainer passes its state to `save` at the end of `train`. All processes call each method
+    together.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
@@ -104,7 +104,7 @@ class Rounds:
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
         """Trace `n_steps` runs of the compiled step into `directory`.
 
-        Returns the result of `Tracing.stop`, and raises whatever it raises.
+        Returns the result of `Tracing.stop`, and raises the same errors.
         """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.run_compiled_step(n_steps)
@@ -115,7 +115,7 @@ class Rounds:
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
     def nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing, because rounds write no checkpoints."""
+        """Do nothing, because no checkpoints are written."""
 
     open = check = is_due = remove_local_after = close = nothing
 

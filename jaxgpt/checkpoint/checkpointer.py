@@ -68,8 +68,8 @@ class Checkpoints:
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
     `save`, `restore` or `close`, all processes agree on whether the checkpoint is complete.
 
-    The caller may set `log`, which gets a record of each complete or failed save. Methods also
-    raise whatever `log` raises.
+    The caller may set `log`, a function that is called with a record of each completed or failed
+    save. Errors raised by `log` propagate.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Checkpoints:
             if save.copy is not None:
                 if save.copy.done() and save.copy.exception() is None:
                     self._log_complete(save)
-            elif os.path.exists(self._path(save.step)):  # False if the file system is gone
+            elif os.path.exists(self._path(save.step)):  # False if the file system is unavailable
                 if self._local is None:
                     self._log_complete(save)
                 else:
@@ -192,15 +192,15 @@ class Checkpoints:
         This first waits for saves in progress. All processes call this together.
 
         Args:
-            shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays, with the shardings
-                to restore onto.
+            shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
+                shardings.
 
         Raises:
             DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
                 arrays that do not match `shapes`.
-            UsageError: on every process, if a file cannot be read at the moment, if the JSON
-                belongs to another step, or if a save in progress fails and the run cannot continue
-                without it.
+            UsageError: on every process, if a file is temporarily unreadable, if the JSON belongs
+                to another step, or if a save in progress fails and the run cannot continue without
+                it.
             RuntimeError: if JAX fails, for example because it runs out of memory.
         """
         self._settle_all()
@@ -370,7 +370,7 @@ class Checkpoints:
         if self._cluster.is_main:
             for directory in {self._path(step).parent, self._folder}:
                 shutil.rmtree(directory / f"{step}{TEMPORARY_SUFFIX}", ignore_errors=True)
-            with contextlib.suppress(UsageError):  # if the folder is gone, there is no checkpoint
+            with contextlib.suppress(UsageError):  # treat an unreadable folder as empty
                 latest = max(list_checkpoints(self._directory), default=None)
         latest = self._cluster.broadcast(latest)
         sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
@@ -429,15 +429,15 @@ def restore_params(
 
     Args:
         directory: a run directory, or the output of jaxgpt.convert.
-        shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays, with the shardings to
-            restore onto.
+        shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
+            shardings.
         run_on_all: `ProcessGroup.run_on_all`, or None if only one process calls this.
 
     Raises:
         DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
-            arrays of other shapes or dtypes.
-        UsageError: on every process, if a file cannot be read at the moment, or if the JSON belongs
-            to another step.
+            arrays that do not match `shapes`.
+        UsageError: on every process, if a file is temporarily unreadable, or if the JSON belongs to
+            another step.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     wanted, remedy = {"params": shapes}, "choose another step"
@@ -510,7 +510,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
             return handler.restore(folder / "state", args=args)
     except Exception as error:  # Orbax and TensorStore raise many types of exceptions
         cause = error.__cause__ or error
-        if isinstance(cause, KeyboardInterrupt):  # the files are not damaged
+        if isinstance(cause, KeyboardInterrupt):  # not a sign of damage
             raise cause from None
         if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):  # not caused by the files
             raise RuntimeError(f"{folder}: could not be restored") from error

@@ -50,7 +50,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: if the JSON is missing, invalid or does not match its hash.
-        UsageError: if the JSON cannot be read at the moment, or belongs to another step.
+        UsageError: if the JSON is temporarily unreadable, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -110,8 +110,8 @@ def newest_undamaged(
     Raises:
         DamagedCheckpoint: if all checkpoints up to step `last` are damaged, or if the newest of
             them is damaged and `on_damage` is `refuse`.
-        UsageError: if the folder or the JSON of a checkpoint cannot be read at the moment, or if
-            the JSON belongs to another step.
+        UsageError: if the folder or the JSON of a checkpoint is temporarily unreadable, or if the
+            JSON belongs to another step.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -133,7 +133,7 @@ def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each checkpoint in a run directory, keyed by step.
 
     Checkpoints with damaged JSON are left out. Raises `UsageError` if the folder or the JSON of a
-    checkpoint cannot be read at the moment, or if the JSON belongs to another step.
+    checkpoint is temporarily unreadable, or if the JSON belongs to another step.
     """
     found = {}
     for step in list_checkpoints(directory):
@@ -154,7 +154,7 @@ def list_checkpoints(directory: Path) -> list[int]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except OSError as error:  # an empty list would make a run start again at step 1
+    except OSError as error:  # given an empty list, a run would restart at step 1
         raise UsageError(f"{folder}: cannot be read ({error.strerror}); try again") from None
     return sorted(int(name) for name in names if is_step(name))
 
@@ -162,8 +162,8 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run directory does not exist, is a file, has no checkpoints, does not
-    have the checkpoint of `step`, or cannot be read.
+    Raises `UsageError` if the run directory does not exist, is a file or cannot be read. Also
+    raises it if the directory has no checkpoints, or none at `step`.
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
@@ -179,7 +179,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
         raise UsageError(
             f"step {step}: {run} has no such checkpoint; choose from {', '.join(map(str, steps))}"
         )
-    return steps[steps.index(step)]  # `step` may be a NumPy integer
+    return steps[steps.index(step)]  # an int, even if `step` is a NumPy integer
 
 
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
@@ -216,8 +216,8 @@ def _hash(meta: Mapping[str, Any]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return a short description of an error.
 
-    This is the system's message for the error's errno, if it has one. Otherwise, it is the error's
-    message (at most 200 characters, on one line), or its type if the message is empty.
+    If the error has an errno, this is the system's message for it. Other errors are described by
+    their message (one line, at most 200 characters) or, if that is empty, by their type.
     """
     if number := os_error(error):
         return os.strerror(number)

@@ -123,8 +123,8 @@ class WeightsReader:
         """Yield the float32 array of a weight in parts.
 
         If the weight is stacked over layers, the items are (layer number from 0, layer). Otherwise,
-        the items are (index of the first row, rows). About `BLOCK_BYTES` are in memory at a time,
-        but at least the rows of one chunk.
+        the items are (index of the first row, rows). Each read covers up to `BLOCK_BYTES`, or the
+        rows of one chunk if they are larger.
 
         Raises `UsageError` if the array cannot be read, does not have the shape of `weight`, or
         does not match its checksum, which is verified after the last part.

@@ -52,7 +52,7 @@ def count_accelerators() -> int:
     """Return the number of accelerators on this host, based on device files.
 
     Only the first vendor found (NVIDIA, AMD or Google) is counted. Intel accelerators are not
-    counted. Devices that the environment hides are counted.
+    counted. Devices hidden by environment variables are counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
@@ -69,8 +69,8 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
     """Try to lock an open, writable file, without waiting.
 
     Returns "locked" on success, "taken" if another process holds the lock, and "unsupported" if
-    locking fails for another reason. The lock ends when this process closes any descriptor of the
-    file.
+    locking fails for another reason. The lock is released when this process closes any descriptor
+    for the file.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,8 +82,8 @@ def lock_file(file: TextIO) -> Literal["locked", "taken", "unsupported"]:
 def is_locked(path: Path) -> bool:
     """Return whether another process has locked a file with `lock_file`.
 
-    This does not take the lock, so it cannot disturb a run that is starting. It releases a lock
-    that this process holds, because it opens and closes the file. Returns False if the file cannot
+    This does not take the lock, so it cannot disturb a run that is starting. However, it opens and
+    closes the file, so any lock held by this process is released. Returns False if the file cannot
     be opened, if its file system does not support locks, or if the operating system is not Linux.
     """
     if sys.platform != "linux":

@@ -141,7 +141,7 @@ class Monitor:
         """Report the start of `activity`.
 
         With a `HangLimit`, the job ends with status 70 if the activity takes longer than both the
-        limit and `min_seconds`. A single-process job must have called `start`. All processes must
+        limit and `min_seconds`. A single-process job must call `start` first. All processes must
         report the same activities in the same order.
         """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
@@ -171,7 +171,7 @@ class Monitor:
     def write_stacks_to(self, directory: Path) -> None:
         """If the job hangs, write this process's stacks to hang-RANK.txt in `directory`.
 
-        The hang report then includes the path of these files, even if they cannot be written.
+        The hang report names these files, even if they cannot be written.
         """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "

@@ -152,8 +152,8 @@ def join_process_group(
     Args:
         timeout: seconds to wait for the other processes.
         limit: how long a process may be silent or make no progress before the job ends with status
-            70. None means no limit. In a single-process job, the limit applies after
-            `monitor.start`.
+            70. None means no limit. In a single-process job, the limit takes effect when
+            `monitor.start` is called.
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:

@@ -61,12 +61,12 @@ class Supervisor:
     def run(self) -> int:
         """Run the command until it is done or the supervisor gives up. Return an exit status.
 
-        This is the status of the last attempt (128 + N if signal N killed its launcher). After a
-        signal to the supervisor, the status of a failed attempt is replaced by 75 if an attempt has
-        reported a checkpoint. If no attempt was running when the signal arrived, the status is 75
-        if an attempt has reported a checkpoint, and otherwise 128 plus the signal's number.
+        This is the status of the last attempt (128 + N if signal N killed its launcher). There are
+        two exceptions after a signal to the supervisor. If an attempt has reported a checkpoint,
+        the status of a failed attempt is replaced by 75. If no attempt is running and none has
+        reported a checkpoint, the status is 128 plus the signal's number.
 
-        Call this in the main thread. It handles `SIGNALS` and sends SIGUSR1 to the launcher, or
+        Call this in the main thread. On any of `SIGNALS`, it sends SIGUSR1 to the launcher, or
         SIGTERM if Ctrl-C follows another signal. Raises `OSError` if the launcher cannot be
         started. Also raises whatever `launcher` raises.
         """

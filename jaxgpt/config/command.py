@@ -105,7 +105,7 @@ def file_path(given: str) -> Path:
 
 
 def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
-    """Return an argparse type for whole numbers from `least` to 2^bits - 1, written as digits.
+    """Return an argparse type for decimal integers from `least` to 2^bits - 1.
 
     The type raises `ArgumentTypeError` for anything else.
     """

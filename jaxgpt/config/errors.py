@@ -114,5 +114,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text, or its first `most` characters and `...` if it has more characters."""
+    """Return the text, or its first `most` characters and `...` if it is longer."""
     return text if len(text) <= most else f"{text[:most]}..."

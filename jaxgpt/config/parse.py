@@ -73,9 +73,9 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides.
 
     `overrides` are command-line arguments for `parse_args`, which is called with its default
-    options. Therefore, settings such as `optimizer.name`, whose allowed values are defined in
-    higher layers, are not checked, and the model options of train.init_from are not read. Notes are
-    printed to stderr. Raises `UsageError` as `parse_args` does.
+    options. Therefore, choices that higher layers define, such as `optimizer.name`, are not
+    checked, and model options are not read from train.init_from. Notes are printed to stderr.
+    Raises `UsageError` as `parse_args` does.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -118,7 +118,7 @@ def parse_args(
             user's YAML file, the run directory or the command line. However, a preset in `--config`
             can reduce model.block_size. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            Called if `--out` is given without `--config` and has no valid config.yaml.
+            Called if `--config` is not given, and the folder in `--out` has no valid config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, they are not checked.
         note: Called with each remark, such as a note about another program's flags or the computed
@@ -129,7 +129,7 @@ def parse_args(
     Raises:
         UsageError: If a file is missing or unreadable, if a setting is unknown or malformed, if
             settings contradict each other, or if `check_choices` rejects a setting. Also raises
-            whatever `initial_model` and `saved_settings` raise, but an `OSError` may be raised as a
+            whatever `initial_model` and `saved_settings` raise, but may convert an `OSError` to a
             `UsageError`.
     """
     choices = choices or {}
@@ -169,7 +169,7 @@ def parse_args(
         return config
 
     wrong = {key: error for key, words in given.items() if (error := _error_in(key, words))}
-    if in_file:  # a corrected command would not run until the file is corrected
+    if in_file:  # no command works until the file is corrected
         raise UsageError(*_in_lines([*in_file, *line.problems, *wrong.values()]))
     if line.problems or wrong:
         raise UsageError(*_report(prog, line, wrong, build))
@@ -294,8 +294,8 @@ def train_command(
     Returns the jaxgpt.train command, remarks, and the arguments and invalid values that are left
     out of the command. `config` is the preset to use if the arguments neither select a preset nor
     identify the other program. None means no preset. `quote` quotes an argument for the shell.
-    Shell variables, such as $SIZE, are copied unchecked if the value needs no conversion. Other
-    invalid values are corrected. The remarks explain each correction and omission.
+    A value with a shell variable, such as $SIZE, is copied unchecked unless it needs conversion.
+    Invalid values with a known fix are corrected. The remarks explain each correction and omission.
     """
     line = translate(argv, presets(), guesses=False)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -335,8 +335,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
     A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
     default, and so is data.accept_changes unless `argv` sets it. Raises `UsageError` if `argv`
-    contains another setting, a malformed value, or data.dataset with another data source, or if the
-    result is not valid.
+    contains a setting outside `data`, a malformed value, or both data.dataset and another data
+    source, or if the result is invalid.
     """
     line = translate(argv, presets())
     if line.problems:
@@ -360,8 +360,8 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
     """Validate a configuration, and return the validated copy.
 
     train.batch_size_per_device is converted to train.batch_size. `parse_args` explains `choices`.
-    Settings without an effect are accepted. Raises `UsageError` if `config` is not a `Config`, if a
-    value is malformed or not one of the choices, if settings contradict each other, or if
+    Settings that have no effect are accepted. Raises `UsageError` if `config` is not a `Config`, if
+    a value is malformed or not one of the choices, if settings contradict each other, or if
     train.batch_size_per_device is set and parallel.mesh contains -1.
     """
     if not isinstance(config, Config):
@@ -428,9 +428,9 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
 
 
 def presets() -> dict[str, Path]:
-    """Return the paths of the preset files by name.
+    """Return the path of each preset file, by preset name.
 
-    They come from the installed package or a source checkout.
+    The files are in the installed package or the source checkout.
     """
     package = Path(__file__).parent.parent
     folders = (package / "configs", package.parent / "configs")
@@ -496,7 +496,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _settings_in(values: Mapping[str, Any], origin: str) -> Words:
-    """Return `_flatten`'s settings. Raises `UsageError` if there are problems."""
+    """Return the settings from `_flatten`. Raises `UsageError` if it reports problems."""
     out, problems = _flatten(values, origin)
     if problems:
         raise UsageError(*_in_lines(problems))
@@ -518,7 +518,7 @@ def _flatten(
             out, problems = out | inner, problems + inner_problems
             continue
         if name in sections and not prefix:
-            if value is not None:  # a section whose lines are commented out
+            if value is not None:  # None if all lines of a section are commented out
                 text = "must be a section with lines such as `key: value`"
                 problems.append(f"{origin}: {name}={shorten(str(value))}: {text}")
             continue

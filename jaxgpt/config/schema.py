@@ -506,9 +506,9 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """True if there are several microbatches, and no setting asks for a reduction after each.
+        """True if the gradients of several microbatches are reduced together.
 
-        These settings are parallel.reduce_every=microbatch and parallel.offload=state.
+        parallel.reduce_every=microbatch and parallel.offload=state reduce after every microbatch.
         """
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
@@ -580,7 +580,7 @@ def settings() -> dict[str, Any]:
 
 
 def _hint(name: str) -> str:
-    """Return the keyword argument that an unknown one probably means, as a question."""
+    """Return a suggestion for an unknown keyword argument."""
     keys = {setting.rpartition(".")[2]: setting.replace(".", "__") for setting in settings()}
     near = nearest(name.replace(".", "__").rpartition("__")[2], keys)
     return f"did you mean {keys[near]}?" if near else "write section__key=value"

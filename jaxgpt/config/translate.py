@@ -148,7 +148,7 @@ def _guess_key(key: str) -> str | None:
     in_section = [name for name in settings() if name.rpartition(".")[0] == section]
     own = {name.rpartition(".")[2]: name for name in in_section}
     if not section:
-        own["mesh"] = "parallel.mesh"  # --mesh is its usual spelling
+        own["mesh"] = "parallel.mesh"  # parallel.mesh is usually set with --mesh
     near = [
         lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
         *(own[close] for close in difflib.get_close_matches(last, own, 1, 0.75)),
@@ -204,8 +204,8 @@ def _explain_word(
 ) -> None:
     """Add a problem to `line` for a word that is not an argument.
 
-    The words that probably belong to it are removed from `following`. `key` is the setting with the
-    name `word`, if there is one.
+    Words in `following` that seem to be its value are removed. `key` is the setting named `word`,
+    if there is one.
     """
     n_words = 2 if following[:1] == ["="] else 1  # key = value
     values = following[n_words - 1 : n_words]
@@ -425,7 +425,7 @@ def _stage_of(line: CommandLine, file: str) -> int | None:
 
 
 def _set_mesh(line: CommandLine) -> None:
-    """Set parallel.mesh from the flags with which other programs set the size of each axis."""
+    """Set parallel.mesh from other programs' flags for axis sizes."""
     sizes = {}
     for axis, flags in line.axes.items():
         factors = [-1 if word == "-1" else _whole(word) for word in flags.values()]

@@ -17,9 +17,8 @@ def validate(config: Config) -> None:
     """Raise `UsageError` if settings contradict each other.
 
     Also raises it if a range of steps is malformed, a path is empty, or a size is too large.
-    train.batch_size_per_device is ignored (see `with_batch_size`). The types and bounds of single
-    settings are checked elsewhere, and so are rules that depend on the data, the devices or tables
-    of choices (see `check_choices`).
+    train.batch_size_per_device is ignored (see `with_batch_size`). Types, bounds, choices (see
+    `check_choices`), and rules that depend on the data or the devices are checked elsewhere.
     """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
@@ -409,9 +408,9 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    The choices are optimizer.schedule and the keys in `choices`. Only these settings are
-    checked for having no effect: data.end_of_text, and keys that apply to a single value of a
-    choice. Also raises `UsageError` if `given` has both train.batch_size and
+    The choices are optimizer.schedule and the keys in `choices`. A setting has no effect if only
+    other values of a choice use it. data.end_of_text has no effect without data.document_mask.
+    Other cases are not detected. Also raises `UsageError` if `given` has both train.batch_size and
     train.batch_size_per_device. `given` holds the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:

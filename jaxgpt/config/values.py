@@ -20,7 +20,7 @@ def takes_many(kind: Any) -> bool:
 
 
 def strings_of(name: str, kind: Any, value: Any) -> list[str]:
-    """Return the strings that stand for a value of the setting `name` on a command line."""
+    """Return a value of the setting `name` as command-line strings."""
     many = isinstance(value, list | tuple)
     if name == "parallel.mesh" and many:
         return [",".join(map(str, value))]

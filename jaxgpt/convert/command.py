@@ -42,9 +42,9 @@ _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.
 def command(words: list[str]) -> tuple[list[str], list[str]]:
     """Convert a shell script or a command line to a jaxgpt command.
 
-    Returns the command, as a list of one string, and the arguments that are left out of it although
-    they change the run. `words` holds a script's path, a command line as one string, or the words
-    of a command line. Notes about changed, ignored or omitted arguments are printed to stderr.
+    Returns the command (a list of one string) and the omitted arguments that would change the run.
+    `words` holds a script's path, a command line as one string, or the words of a command line.
+    Notes about changed, ignored or omitted arguments are printed to stderr.
 
     Raises:
         UsageError: if no program in `PROGRAMS` is called, or if the script cannot be read.
@@ -164,7 +164,7 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
 def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, list[str]]:
     """Convert the words of another program's command, and print notes.
 
-    Returns the jaxgpt command and the arguments that are left out of it.
+    Returns the jaxgpt command and the omitted arguments.
     """
     launcher, arguments = parts[:index], parts[index + 1 :]
     ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]

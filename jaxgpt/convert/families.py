@@ -86,7 +86,7 @@ class _Keys:
         return value
 
     def n_layers(self, key: str) -> int:
-        """Return a number of layers that is small enough for lists of layer types."""
+        """Return the number of layers. Raise `UsageError` if it is above 100,000."""
         value = self.count(key)
         if value > 100_000:
             raise UsageError(f"{self.path}: {key} is {value}; it must be at most 100,000")

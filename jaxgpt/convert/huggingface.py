@@ -133,7 +133,7 @@ def to_hf(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum bytes of tensors in a safetensors file, unless a single tensor is larger.
+        max_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if no
     transformers family fits the model, or if a required package (`safetensors` or `tokenizers`) is

@@ -73,7 +73,7 @@ class Merged:
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    # Number of rows without vocabulary padding, if `axis` is 0. None keeps all rows.
+    # If `axis` is 0, number of rows without vocabulary padding, or None to keep all rows.
     most_rows: int | None = None
 
     @property
@@ -269,9 +269,9 @@ def merged(
 
     The last stage's copy of a tied token embedding is left out.
 
-    Raises `UsageError` if a tensor of tensor rank 0 is missing or has another shape on another rank
-    of the same stage, if num_layers is missing or cannot be split into equal stages, or if a
-    sharded tensor has too few dimensions.
+    Raises `UsageError` if a tensor of tensor rank 0 is missing or shaped differently on another
+    tensor rank of the same stage, if num_layers is missing or cannot be split into equal stages, or
+    if a sharded tensor has too few dimensions.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")
@@ -300,7 +300,7 @@ def merged(
                     f"{files[0, stage]}: {name} has shape {parts[0].shape}, but no dim {axis}"
                 )
             if len({part.shape for part in parts}) > 1:
-                raise UsageError(f"{files[0, stage]}: {name} has another shape on another rank")
+                raise UsageError(f"{files[0, stage]}: {name} has a different shape on another rank")
             out[re.sub(r"layers\.(\d+)\.", renumbered, name)] = Merged(tuple(parts), axis)
     return out
 

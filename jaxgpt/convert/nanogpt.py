@@ -79,7 +79,7 @@ def to_nanogpt(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum bytes of tensors in a safetensors file, unless a single tensor is larger.
+        max_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
 
     Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
     unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not

@@ -27,8 +27,8 @@ class Tensor(Protocol):
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows [start, stop) as float32. Raise `UsageError` if they cannot be read.
 
-        If `stop` is None, return all rows from `start` on. Otherwise, `stop` must be at most the
-        number of rows. Without arguments, return the whole tensor, which may be a scalar.
+        If `stop` is None, return all rows from `start` on. `stop` must not exceed the number of
+        rows. Without arguments, return the whole tensor, even if it is a scalar.
         """
 
 

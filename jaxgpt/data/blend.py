@@ -106,7 +106,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
     """Return (share of all samples, corpus) for each source.
 
-    They determine the source of every sample.
+    These shares determine the source of every sample.
     """
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)

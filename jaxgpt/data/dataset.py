@@ -118,9 +118,9 @@ class Dataset:
         pages per source.
 
         Raises:
-            UsageError: if a file cannot be read or is too short, if the sample has a token outside
-                the vocabulary or a mask byte other than 0 or 1, or, for a single source, if its
-                open splits do not match the fingerprint in its `meta`.
+            UsageError: if a file cannot be read or is too short, or if the sample has a token
+                outside the vocabulary or a mask byte other than 0 or 1. For a single source, also
+                if its open splits do not match the fingerprint in its `meta`.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -173,9 +173,8 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     None, the vocabulary size comes from `vocabulary_size`, and the token defaults to 0.
 
     Raises:
-        UsageError: if data.document_mask is set and the end-of-text token of `dataset` is unknown
-            or the token is outside the vocabulary. Without `dataset`, also raises whatever
-            `vocabulary_size` raises.
+        UsageError: if data.document_mask is set, but the end-of-text token is unknown or outside
+            the vocabulary. Without `dataset`, also raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -202,7 +201,7 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 
     Raises:
         UsageError: if the size is unknown, if the data is damaged or cannot be read, if a tokenizer
-            cannot be loaded, or if a source's tokenizer differs from data.tokenizer or another
+            cannot be loaded, or if a source's tokenizer differs from data.tokenizer or from another
             source's. Also raises whatever `entries` raises.
     """
     if model.vocab_size:
@@ -228,8 +227,8 @@ def open_dataset(
         UsageError: if files are missing, damaged, unreadable or too short for one row of each
             split, if a source does not have all of the `splits`, if a tokenizer cannot be loaded,
             if the vocabulary size is unknown or larger than model.vocab_size, if a source's
-            tokenizer differs from data.tokenizer or another source's, or if there are more files
-            than the process may open. Also raises whatever `entries` raises.
+            tokenizer differs from data.tokenizer or from another source's, or if there are more
+            files than the process may open. Also raises whatever `entries` raises.
     """
     least = model.block_size + 1
     sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))

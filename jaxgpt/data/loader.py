@@ -50,8 +50,9 @@ class Loader:
         """Prepare to read a split.
 
         Args:
-            split: a split with more than model.block_size tokens in every source.
-            batch_sizes: number of rows in the batch of each step.
+            split: name of the split, which must have more than model.block_size tokens in every
+                source.
+            batch_sizes: number of rows in each step's batch.
             seed: seed for the sample order and the random tokens.
             sharding: sharding of the global batches; if None, only NumPy rows can be read.
             random_steps: first and last steps of the ranges that train on random tokens.

@@ -118,7 +118,7 @@ class Tokens:
         return self.file.read(self.first + start, count)
 
     def read_weights(self, start: int, count: int) -> np.ndarray:
-        """Return the loss weights (0 or 1) of `count` tokens of this part, starting at `start`.
+        """Return the loss weights (0 or 1) of `count` tokens, starting at `start` in this part.
 
         Each weight multiplies the loss of predicting its token. The result is uint8, shape
         (count,).

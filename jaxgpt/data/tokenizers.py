@@ -137,7 +137,7 @@ def _not_unicode(text: str) -> UsageError:
 
 
 def _not_encodable(error: Exception) -> UsageError:
-    """Return the error for text with a character that a tokenizer.json does not know."""
+    """Return the error for text that a tokenizer.json cannot encode."""
     return UsageError(f"{FILE}: cannot encode the text ({error}); add an unknown token to it")
 
 

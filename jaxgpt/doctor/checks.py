@@ -141,8 +141,8 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses every accelerator of every host, each in exactly one process.
 
-    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On unknown machines, a process that
-    uses accelerators may leave others unused if an environment variable selects the visible ones.
+    With JAX_PLATFORMS=cpu, unused accelerators are accepted. If JAX uses accelerators on an unknown
+    machine, those hidden by an environment variable may stay unused.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):

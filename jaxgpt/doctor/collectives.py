@@ -247,7 +247,7 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
     """Return one check for each collective over an axis, given the result of `measure_axis`.
 
     `peak` is the bandwidth of a device along the axis in bytes/s, or None if it is unknown. A check
-    is FAIL if the collective failed. It is WARN if a large all-reduce reaches less than a tenth of
+    is FAIL if the collective failed, and WARN if a large all-reduce reaches less than a tenth of
     `peak`.
     """
     out = []

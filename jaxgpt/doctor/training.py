@@ -72,7 +72,7 @@ def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Che
 
     The first loss must be within 0.5 nats of ln(256), and the last loss must be more than 0.5 nats
     lower. All processes must report the same losses, and all devices must end with the same
-    parameters. Otherwise, the check is FAIL.
+    parameters. If any of these conditions is not met, the check is FAIL.
     """
     losses, hashes = found[0]
     # The loss of a uniform guess among 256 bytes. Training should start near it.

@@ -214,8 +214,8 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 def as_table(record: dict[str, Any]) -> str:
     """Return a `loss_record` as text: a heading, and a table with one row per corpus and a total.
 
-    If there is only one corpus, the table has only the total. If the number of bytes is unknown, a
-    note follows.
+    If there is only one corpus, the table has only the total. If the number of bytes is unknown,
+    the text ends with a note.
     """
     lines = [
         f"{record['run']}, step {record['step']}: split {record['split']}, rows of "

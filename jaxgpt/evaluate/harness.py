@@ -17,7 +17,7 @@ from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, ru
 DEFAULT_BATCH = 16
 GENERATED_AT_ONCE = 32  # number of tokens to generate between checks for the end
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
-NEUTRAL = {"num_beams": (None, 1)}  # values that have no effect
+NEUTRAL = {"num_beams": (None, 1)}  # accepted only with values that have no effect
 
 
 def _number(name: str, given: Any, least: int = 1) -> int:
@@ -49,7 +49,7 @@ class JaxGPT(TemplateLM):
             step: checkpoint to load; default the newest.
             mesh: mesh to run the model on, as in parallel.mesh or as a list of sizes.
             dtype: compute dtype, float32 or bfloat16; default the run's.
-            max_length: longest context in tokens, at most and by default the model's.
+            max_length: context length in tokens, at most the model's; default the model's.
             batch_size: number of rows to score at once; `auto` means 16.
             max_batch_size, device: unused; lm_eval passes them to every model.
             others: unknown arguments, which cause an error.

@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Peak bytes on the device. Arrays copied from the host reuse memory that held activations."""
+        """Peak bytes on the device. Host arrays are copied into memory that held activations."""
         at_rest = self.parameters + self.gradients + self.moments - self.in_host
         return at_rest + max(self.activations_and_temporaries, self.host_at_once)
 

@@ -72,8 +72,8 @@ def restart_from(
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
             undamaged or checkpoint.on_damage=refuse. Also raised if the arrays of the initial
             weights are damaged.
-        UsageError: if a file cannot be read, renamed or written at the moment, if rewinds.json or
-            the checkpoint's JSON is damaged, or if the initial weights are missing.
+        UsageError: if a file temporarily cannot be read, renamed or written, if rewinds.json or the
+            checkpoint's JSON is damaged, or if the initial weights are missing.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
             removed, or if nothing reads the output any more.
         RuntimeError: if JAX fails, for example because it runs out of memory.

@@ -300,7 +300,7 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
     save(tmp_path / "wide", whole_model() | {"words": np.ones((128, D), np.float32)}, 2)
     file = "mp_rank_01/model_optim_rng.pt"
     (tmp_path / "wide" / file).replace(folder / file)
-    with pytest.raises(UsageError, match="word_embeddings.weight has another shape on another"):
+    with pytest.raises(UsageError, match="word_embeddings.weight has a different shape on another"):
         from_megatron(folder, tmp_path / "ours")
     save(folder, whole_model(), 2, checkpoint_version=1.0)
     with pytest.raises(UsageError, match="has checkpoint_version 1.0; it must be 2 or later"):

@@ -72,8 +72,8 @@ def prepare_text(
     """Prepare text, JSON lines and Parquet files. Return lines that describe the dataset.
 
     If all files are text, the last `val_share` of the characters is used for validation, as in
-    nanoGPT. Otherwise, validation uses a share of the documents, chosen by a hash of their text, or
-    the end of the tokens if there are too few documents.
+    nanoGPT. Otherwise, a hash of each document's text selects the documents for validation. If
+    there are too few documents, the last tokens are used instead.
 
     Args:
         directory: folder to write the dataset to.

@@ -60,8 +60,7 @@ class ChatTemplate:
         each answer is located by rendering the conversation up to its start and up to its end.
 
         Raises:
-            ValueError: if the template rejects the conversation or, without {% generation %}
-                blocks, if an answer cannot be located.
+            ValueError: if the template rejects the conversation, or if an answer cannot be located.
         """
         whole = self._render(messages)
         if self._marks_answers:

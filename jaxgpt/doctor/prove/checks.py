@@ -105,7 +105,7 @@ def facts(commands: Commands) -> Iterator[Row]:
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
     """Report the speed that `bench step` measures for the settings named `name`.
 
-    The measurement is saved for `memory`. Raises the same errors as `Commands.json`.
+    Saves the measurement for the `memory` check. Raises the same errors as `Commands.json`.
     """
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])

@@ -106,8 +106,8 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 
     The keys are status, reason, seconds and rows. Each row has the fields of `Row`. The status is
     done, missing (data or tools), cut off (by the time limit) or failed. The reason is empty if the
-    status is done. Errors of the check are not propagated. If the status is failed, the traceback
-    is printed to stderr.
+    status is done. Errors of the check are not propagated. If the check failed, its traceback is
+    printed to stderr.
     """
     began, rows = time.monotonic(), []
     status, reason = "done", ""
@@ -157,7 +157,7 @@ def _write_results(out: Path, results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return a Markdown table with a line for each row and one for each check that is not done."""
+    """Return a Markdown table of all rows, with an extra line for each check that is not done."""
     met = {None: "", True: "yes", False: "**no**"}
     lines = [["check", "what", "value", "goal", "met"], ["---"] * 5]
     for name, result in results.items():

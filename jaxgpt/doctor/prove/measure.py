@@ -15,7 +15,7 @@ from jaxgpt.cluster.hardware import accelerator_expected
 
 
 class CommandFailed(Exception):
-    """A command failed; the message contains its module and its exit status."""
+    """A command failed; the message gives the command's module and exit status."""
 
 
 class Missing(Exception):
