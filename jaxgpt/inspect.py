@@ -217,12 +217,12 @@ def row_losses(
     weights: np.ndarray | None,
     cluster: ProcessGroup,
 ) -> np.ndarray:
-    """Return each row's mean loss in nats with the parameters of checkpoint `at`: float32 (B,).
+    """Return each row's mean loss in nats with the parameters from step `at`: float32 (B,).
 
-    `at` is a step. `tokens` and `weights` come from `_look_up`. The mean is weighted, and 0 if all
-    weights of the row are 0. This starts JAX. All processes must call this. Raises `UsageError` if
-    the mesh does not fit the devices or the batch, or if the checkpoint is damaged or does not fit
-    the configuration. Also raises whatever `initialize_jax` and `restore_params` raise.
+    `tokens` and `weights` come from `_look_up`. The mean is weighted. If all weights of a row are
+    0, its mean is 0. This starts JAX. All processes must call this. Raises `UsageError` if the mesh
+    does not fit the devices or the batch, or if the checkpoint is damaged or does not fit the
+    configuration. Also raises whatever `initialize_jax` and `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 

@@ -176,7 +176,7 @@ class Trainer:
     bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
     run directory only in `save`. A trainer detects loss spikes, but does not rewind.
 
-    All processes of a job use a trainer together.
+    All processes of a job must call a trainer's methods together.
     """
 
     def __init__(self, config: Config, cluster: ProcessGroup | None = None):
@@ -231,7 +231,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The last step that has been trained or skipped, or 0."""
+        """The last step that was trained or skipped; 0 before the first step."""
         return self._step
 
     @property
@@ -245,7 +245,10 @@ class Trainer:
             return copied(self._current_state())
 
     def _current_state(self) -> "TrainState":
-        """Return `state`, which the next step may delete. Raises the same errors as `state`."""
+        """Return the state itself, which the next step may delete.
+
+        Raises the same errors as `state`.
+        """
         if self._state is None:
             self._state = self._first_state()
         check_exists(self._state.params, "failed; call restore, or make a new Trainer")
@@ -331,9 +334,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raise `UsageError` if `train` or `restore` is running, maybe in another thread."""
+        """Raise `UsageError` if any thread is already running `train` or `restore`."""
         if not self._in_train.acquire(blocking=False):
-            raise UsageError("this trainer is training; call train and restore after train returns")
+            raise UsageError(
+                "this trainer is busy; call train and restore after the current call ends"
+            )
         try:
             yield
         finally:
@@ -446,8 +451,8 @@ class Trainer:
 
         Raises:
             UsageError: if there is no such checkpoint, if the checkpoint or rewinds.json is damaged
-                or cannot be read, if the run has another model, another optimizer or different
-                data, if checkpoint.resume is False, or if `train` is running.
+                or cannot be read, if the run has a different model, optimizer or data, if
+                checkpoint.resume is False, or if `train` is running.
             RuntimeError: if JAX fails.
         """
         with self._alone():
@@ -480,16 +485,21 @@ class Trainer:
 
 
 def _path(name: str, value: str | Path, what: str = "the path of a run directory") -> str:
-    """Return the path in the argument `name`. Raise `UsageError` if it is not one."""
+    """Return a path argument as a string. Raise `UsageError` if the value is not a path."""
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise UsageError(f"{name}={shorten(repr(value))}: must be {what}")
     return str(value)
 
 
 def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
-    """Return the processes of the job. Raise the same errors as `join_alone`."""
+    """Return `cluster` or, if it is None, the result of `join_alone`.
+
+    Raises `UsageError` if `cluster` has another type, and whatever `join_alone` raises.
+    """
     if not isinstance(cluster, ProcessGroup | None):
-        raise UsageError(f"cluster={cluster!r}: must be None, or from jaxgpt.join_process_group()")
+        raise UsageError(
+            f"cluster={cluster!r}: must be None or the result of jaxgpt.join_process_group()"
+        )
     return cluster or join_alone(caller, WITH_CLUSTER)
 
 

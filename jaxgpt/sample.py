@@ -83,7 +83,7 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if an option or the seed is out of range, or if a stop string is empty."""
+    """Raise `UsageError` if an option is out of range or a stop string is empty."""
     sampling(arguments).check("--")
     if "" in arguments.stop:
         raise UsageError("--stop: is empty; give the string to stop at")
@@ -163,9 +163,9 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
     """After each batch, yield all samples so far, in the order of the prompts.
 
-    With --stream, unfinished samples are also yielded while they grow. Each batch extends the list
-    that was yielded after the previous batch. All processes must exhaust the iterator. Raises
-    `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be used. Also raises
+    With --stream, unfinished samples are also yielded while they grow. After each batch, the same
+    list is yielded again, with the new samples appended. All processes must exhaust the iterator.
+    Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be used. Also raises
     whatever `run_folder`, `Model` and `Model.stream` raise.
     """
     with run_folder(arguments.run, cluster) as folder:

@@ -235,8 +235,8 @@ def refusals(home):
         yield replace, ": must be a whole number, at least 1 and less than 2^31"
     yield lambda: jaxgpt.Config(train={"max_iters": 3}), "train={'max_iters': 3}: must be a TrainC"
     yield lambda: jaxgpt.Trainer("tiny"), "config: must be a configuration"
-    yield lambda: jaxgpt.Trainer(config, cluster=3), "cluster=3: must be None, or from jaxgpt.join_"
-    yield lambda: model(home, cluster=3), "cluster=3: must be None, or from jaxgpt.join_"
+    yield lambda: jaxgpt.Trainer(config, cluster=3), "cluster=3: must be None or the result of"
+    yield lambda: model(home, cluster=3), "cluster=3: must be None or the result of"
     yield lambda: trainer.train(2.5), "n_steps=2.5: must be a whole number"
     yield lambda: trainer.train(-3), "n_steps=-3: must be a whole number"
     yield lambda: list(jaxgpt.batches(config, 3)), "steps=3: must be a list of steps"
@@ -259,7 +259,7 @@ def refusals(home):
         yield generate, "does not contain token IDs; give IDs of shape (T,), such as"
     yield lambda: loaded.logits([1.5]), "tokens: an array of shape (1,) and dtype float64"
     yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
-    yield lambda: loaded.logits([[1, 2], [3]]), "tokens: all sequences of a batch must have"
+    yield lambda: loaded.logits([[1, 2], [3]]), "tokens: all sequences in a batch must have"
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
     yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is longer than"
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
@@ -288,7 +288,7 @@ def refusals(home):
         yield lambda path=path: model(path), f"run={path!r}: must be the path of a run directory"
     for again in (lambda _: trainer.train(1), lambda _: trainer.restore(home / "taken")):
         use = functools.partial(trainer.train, 1, report=again)
-        yield use, "this trainer is training; call train and restore after train returns"
+        yield use, "this trainer is busy; call train and restore after the current call ends"
     trainer = trainer_on("1,1,1")
     trainer.restore(home / "taken")
     yield lambda: trainer.save(home / "taken"), "already has a checkpoint of step 0"

@@ -129,8 +129,8 @@ def find_trained(
 
     Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
     tokenizer is missing or has changed, if the mesh is malformed or does not fit the model and
-    `block_size`, if a setting is not a valid data setting, or if `block_size` is larger than the
-    model's.
+    `block_size`, if one of `settings` is not a valid data setting, or if `block_size` is larger
+    than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -159,7 +159,7 @@ def find_trained(
 def without_training(config: Config) -> Config:
     """Return a configuration without dropout, and with one microbatch for each pipeline stage.
 
-    A stage size of -1 counts as 1. Raises `UsageError` if parallel.mesh is malformed.
+    A `stage` axis of size -1 counts as 1. Raises `UsageError` if parallel.mesh is malformed.
     """
     n_stages = parse_mesh(config.parallel.mesh).split_of("splits_layers")
     return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=n_stages)
@@ -176,7 +176,7 @@ class Rows(NamedTuple):
 class Model:
     """A model on a mesh. All processes must call its methods with the same arguments.
 
-    Methods that use the parameters also raise the error of `params`.
+    Methods that use the parameters raise `UsageError` as `params` does.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class Model:
                 number of devices that the batch is sharded over.
             cluster: the processes of the job.
             params: the checkpoint's parameters, already on the mesh.
-            lock: lock of the trainer that the parameters belong to. The trainer holds it during a
-                step, which deletes the old parameters.
+            lock: lock of the trainer that owns the parameters. The trainer holds the lock during
+                each step, because a step deletes the old parameters.
 
         Raises `UsageError` if the mesh does not fit the devices, or if the checkpoint is damaged or
         cannot be read. Also raises whatever `initialize_jax` and `restore_params` raise.
@@ -235,18 +235,18 @@ class Model:
 
     @property
     def params(self) -> "Params":
-        """The parameters or, for the model of a trainer, a copy of them.
+        """The parameters; for a trainer's model, a copy.
 
         Raises `UsageError` if a failed training step has deleted the parameters.
         """
         return self._call(copied if self._is_of_trainer else lambda params: params)
 
     def update(self, params: "Params", step: int) -> None:
-        """Replace the parameters, and the step that they belong to."""
+        """Replace the parameters, and set the step that produced them."""
         self._params, self.trained = params, replace(self.trained, step=step)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(params, *arguments)`. Raises the same error as `params`."""
+        """Return `function(params, *arguments)`. Raises `UsageError` as `params` does."""
         with self._lock:
             check_exists(self._params, "failed; load or restore the model")
             return function(self._params, *arguments)
@@ -258,7 +258,7 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `UsageError` if it is unknown."""
+        """The model's tokenizer. Raises `UsageError` if the model has none."""
         if self.trained.tokenizer is None:
             raise UsageError(
                 f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
@@ -345,7 +345,7 @@ class Model:
         shapes: str = "(T,) or (B, T)",
         truncate: bool = False,
     ) -> np.ndarray:
-        """Return token IDs as an integer array of one of these shapes.
+        """Return token IDs as an integer array. `shapes` lists the accepted shapes.
 
         With `truncate`, return only the last `block_size` tokens. Raises `UsageError` if the tokens
         are invalid.
@@ -353,7 +353,7 @@ class Model:
         try:
             given, vocab_size = np.asarray(tokens), self._vocab_size
         except ValueError:
-            raise UsageError("tokens: all sequences of a batch must have the same length") from None
+            raise UsageError("tokens: all sequences in a batch must have the same length") from None
         n_axes = (1, 2) if "B" in shapes else (1,)
         if given.ndim not in n_axes or not given.size or given.dtype.kind not in "iu":
             raise UsageError(
@@ -448,7 +448,7 @@ class Model:
     ) -> Iterator[list[Written]]:
         """Continue several prompts as one batch, and yield the text of each prompt as it grows.
 
-        Iteration ends early if all texts have reached a stop string. Up to rounding, a text does
+        Generation ends early when every text has reached a stop string. Up to rounding, a text does
         not depend on the other prompts.
 
         Args:
@@ -509,8 +509,8 @@ class Model:
             min_p: sample only from tokens that are at least `min_p` times as likely as the most
                 likely one.
 
-        Raises `UsageError` if the prompt is empty, one of the tokens used is not in the vocabulary,
-        or another argument is out of range.
+        Raises `UsageError` if the prompt is empty, if one of its last `block_size` tokens is not in
+        the vocabulary, or if another argument is out of range.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
@@ -526,8 +526,8 @@ class Model:
     ) -> Iterator[np.ndarray]:
         """Yield generated tokens that continue B prompts: int32 (B, N), N at most `at_once`.
 
-        The total is `n_tokens` for each prompt. To end earlier, stop iterating. For the arguments,
-        see `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
+        Each prompt gets `n_tokens` tokens in total, unless the caller stops iterating earlier. For
+        the arguments, see `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
         """
         sampling.check()
         if not (is_count(n_tokens) and is_count(at_once)):
@@ -585,7 +585,7 @@ def copied(arrays: Any) -> Any:
 def check_exists(params: "Params", advice: str) -> None:
     """Raise `UsageError` if parameters have been deleted, because using them may crash JAX.
 
-    `advice` ends the message, after "because a training step".
+    The message ends with "because a training step", followed by `advice`.
     """
     import jax
 
@@ -607,8 +607,8 @@ def over_texts(
 ) -> Callable[..., Any]:
     """Return a function equivalent to `jax.vmap(function, in_axes)` for `n_texts` texts.
 
-    `in_axes` may contain only 0 and None. For one text, the function avoids `vmap`, because `vmap`
-    is slower.
+    `in_axes` may contain only 0 and None. A single text is processed without `vmap`, because that
+    is faster.
     """
     import jax
 
@@ -643,7 +643,7 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
     """Return the log-likelihood of each continuation, in the order of `pairs`.
 
     A context must have at least one token, and a continuation at most `model.block_size` tokens.
-    All tokens must be in the vocabulary, which is not checked. A context is truncated on the left
+    The caller must ensure that all tokens are in the vocabulary. A context is truncated on the left
     if it is too long. All processes must call this.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]

@@ -108,8 +108,8 @@ class Split:
     def count_bytes(self) -> list[int | None]:
         """Return the number of UTF-8 bytes in the predicted tokens of each sequence in `texts`.
 
-        Only tokens that count toward the loss are included, without end-of-text tokens. All tokens
-        are read and checked. If the tokenizer is unknown, the number is None, and masks are not
+        End-of-text tokens, and tokens that do not count toward the loss, are excluded. All tokens
+        are read and checked. If the tokenizer is unknown, every number is None, and masks are not
         read. Raises `UsageError` if a file cannot be read, if a mask is invalid, if a token is not
         in the model's or the tokenizer's vocabulary, or if the tokenizer needs a package that is
         not installed.

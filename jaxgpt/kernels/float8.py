@@ -33,8 +33,8 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
     """Round x to an FP8 dtype, after multiplying it by the largest power of two that fits.
 
     x is float32 or bfloat16. Scaling by a power of two adds no rounding error, unless elements
-    become subnormal or 0. In E4M3, this happens only to elements below 1/14,000 of the largest one,
-    which counts as at least 1e-30.
+    become subnormal or 0. In E4M3, this affects only elements below 1/14,000 of max(largest
+    absolute value, 1e-30).
 
     Inside `shard_map`, each device scales its own part of x, so no communication is needed. Scales
     are divided out before partial products are summed over devices.
@@ -56,7 +56,7 @@ def _dequantize(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
 
-    The result has x's dtype. The backward pass also multiplies in FP8, and keeps only the
+    The result has x's dtype. The backward pass also multiplies in FP8, and needs only the
     `Quantized` x and W.
     """
     return _forward(x, w, n)[0]

@@ -186,7 +186,7 @@ def _first_kernel(setting: AttentionSetting) -> str:
 
 
 def stores_scores(config: ModelConfig) -> bool:
-    """Return `Kernel.stores_scores` of the kernel that model.attention selects.
+    """Return `Kernel.stores_scores` for the kernel selected by model.attention.
 
     For model.attention=auto, this assumes a CPU and no document mask.
 
@@ -409,8 +409,8 @@ def _cudnn_attention(
 def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     """Compute `causal_attention` with a loop over the queries, usually in O(T) memory.
 
-    The backward pass recomputes the scores. A block of `causal_attention` is divided only if its
-    length has a suitable divisor (see `_scanned_attention`). Otherwise, it takes O(T^2) memory.
+    The backward pass recomputes the scores. A block of `causal_attention` takes O(T^2) memory if
+    its length has no suitable divisor (see `_scanned_attention`).
 
     Args:
         operands: the arguments of an `Attention`.

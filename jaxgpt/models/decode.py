@@ -156,7 +156,7 @@ def decode_step(
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
         last: index in `tokens_1T` of the last token. Tokens after this index are padding. After a
-            full block with padding, the cache may lack tokens.
+            full block with padding, some tokens may be missing from the cache.
 
     Returns:
         float32 logits_1V for the token that follows the last token, and the cache with the new
@@ -215,8 +215,8 @@ def _read_documents(
 class PerLayer(tuple):
     """One array for each layer, instead of one array with a leading axis L.
 
-    Like the stacked array, it is a leaf for `jax.tree.map`, because JAX does not traverse
-    subclasses of tuple other than named tuples.
+    `jax.tree.map` treats it as a single leaf, because JAX does not traverse subclasses of tuple
+    except named tuples.
     """
 
 

@@ -12,7 +12,7 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 
 
 class LossParts(NamedTuple):
-    """Sums over the tokens of a batch, or of one device's part of it."""
+    """Sums over the tokens of a batch or of one device's shard of a batch."""
 
     loss: jax.Array  # weighted cross-entropy in nats: float32 scalar
     rows: dict[str, jax.Array]  # float32 (B,): `loss` of each row in nats, other row metrics
@@ -75,7 +75,7 @@ def cross_entropy(
         logits_BTV: the float32 logits of this device's vocabulary shard.
         targets_BT: int32 token IDs.
         vocab_offset: token ID of the shard's first logit.
-        parallel: the devices that share the vocabulary.
+        parallel: the devices over which the vocabulary is sharded.
     """
     return _cross_entropy_forward(logits_BTV, targets_BT, vocab_offset, parallel)[0]
 
@@ -132,7 +132,7 @@ def loss_parts(
             means all tokens at once.
 
     Returns:
-        `LossParts` without auxiliary losses. `rows` has only `loss`. It has no gradient if the
+        `LossParts` without auxiliary losses. `rows` has only `loss`, which has no gradient if the
         tokens are processed in chunks.
     """
 

@@ -194,8 +194,8 @@ class GPT(nnx.Module):
 
         Args:
             key: dropout key; None disables dropout.
-            layers: index of the first block's layer, and the index after the last layer to run.
-                Blocks after the last layer are padding and have no effect. If the second index is
+            layers: layer index of the first block, and end index (exclusive) of the layers to run.
+                Blocks from the end index on are padding and have no effect. If the end index is
                 None, there is no padding.
 
         Returns:

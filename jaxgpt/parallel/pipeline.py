@@ -48,7 +48,7 @@ class LayerGroups(NamedTuple):
     n_layers: int
     n_stages: int  # S
     n_repeats: int  # v
-    pattern: int = 1  # length of the layer pattern, which divides n_layers and every group
+    pattern: int = 1  # length of the layer pattern; divides n_layers and every group size
 
     @property
     def sizes(self) -> list[int]:

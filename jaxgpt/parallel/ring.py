@@ -169,7 +169,7 @@ def _around_ring(
 
 
 def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
-    """Return the pairs (query chunk, key chunk) where the queries may see keys.
+    """Return the (query chunk, key chunk) pairs that a causal mask does not exclude.
 
     0 is a device's early chunk, and 1 is its late chunk. Every late chunk comes after all early
     chunks, and the late chunks are in reverse device order. In each step, all devices have the same

@@ -79,7 +79,7 @@ def accumulate(
     """Compute and sum the losses and gradients of the microbatches; see `Schedule`.
 
     Per-row losses are in the order of the batch. `microbatches.n` must divide the number of rows.
-    `grad_accumulators` must be 0.
+    `grad_accumulators` must be all zeros.
     """
     batch, n, key = microbatches
 

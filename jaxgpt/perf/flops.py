@@ -36,7 +36,7 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
 
 
 class HostTimes(NamedTuple):
-    """Number of steps that a process has dispatched since its timer started, and their time."""
+    """Steps that a process has dispatched since its timer started, and the time spent on them."""
 
     steps: int
     seconds: float  # spent on steps

@@ -11,9 +11,9 @@ from jaxgpt.perf.units import GIB
 class Device:
     """Specification of one JAX device: a GPU, a GCD of an MI250X, a tile of a PVC, or a CPU device.
 
-    Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s. The bandwidths
-    of links are for each direction. All numbers are peaks from data sheets unless a comment says
-    otherwise. None means unknown.
+    Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s. Link bandwidths
+    are per direction. All numbers are peaks from data sheets unless a comment says otherwise. None
+    means unknown.
     """
 
     name: str

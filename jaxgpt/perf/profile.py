@@ -55,9 +55,9 @@ class Tracing:
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
         `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
-        `may_be_incomplete` is True on GPUs if the operations take less than half of the step time.
-        Raises `RuntimeError` if JAX cannot write the trace, and `ValueError` if it has written no
-        trace.
+        On GPUs, `may_be_incomplete` is True if the operations take less than half of the step time.
+        Raises `RuntimeError` if JAX cannot write the trace, and `ValueError` if the trace is
+        missing.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps

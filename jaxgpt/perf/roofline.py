@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 def read_work(program: HloProgram) -> dict[str, Work]:
-    """Return the work of each operation in a step, by name, without the opcodes in `FREE`.
+    """Return the work of each operation in a step, by name. Opcodes in `FREE` are left out.
 
     Each operation is assumed to read its operands once and to write its result once. If an
     operation uses only a slice of an array, only the slice counts. Caches are ignored. All branches

@@ -51,11 +51,12 @@ def search_layouts(
 
     Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select the fastest
     combination of schedule, number of microbatches and remat that fits. The best `n` meshes are
-    then compiled, with more remat if needed, and ranked again. At most two of them differ only in
-    `data` and `fsdp`. Layouts that fit come first, sorted by step time. However, a simpler layout
-    comes before a layout that is only slightly faster (`TIE_RATIO`). If step times are unknown,
-    simpler layouts come first. Among layouts that fit, pure data parallelism without remat always
-    comes first. A layout whose state alone does not fit is not compiled.
+    then compiled, with more remat if needed, and ranked again. Of the meshes that differ only in
+    `data` and `fsdp`, at most two are compiled. Layouts that fit come first, sorted by step time.
+    However, a simpler layout comes before a layout that is only slightly faster (`TIE_RATIO`). If
+    step times are unknown, simpler layouts come first. Among layouts that fit, pure data
+    parallelism without remat always comes first. A layout whose state alone does not fit is not
+    compiled.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices, and
@@ -90,7 +91,7 @@ class Estimator:
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
         """Return the plan with the least remat that fits, or with full remat if nothing fits.
 
-        The remat of `config` is ignored.
+        `config.parallel.remat` is ignored.
         """
         smallest = self.plan(mesh, config.replace(parallel__remat=REMATS[-1]))
         if not smallest.fits:
@@ -211,7 +212,7 @@ def _order(plan: Plan) -> tuple[bool, float]:
 
 
 def is_simplest(plan: Plan) -> bool:
-    """Return whether a layout is pure data parallelism without remat, the simplest to scale."""
+    """Return whether a layout is pure data parallelism without remat."""
     return plan.mesh.splits_only_batch and plan.config.parallel.remat == "none"
 
 

@@ -206,8 +206,8 @@ class Plan:
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update
         writes them. Gradients are written once, and read for their norm and for the update. With
-        several microbatches, each microbatch reads and writes the accumulators. A compiled plan's
-        `memory.gradients` then includes two sets of accumulators.
+        several microbatches, each microbatch reads and writes the accumulators. In that case, a
+        compiled plan's `memory.gradients` includes two sets of accumulators.
         """
         memory, n = self.memory, self.config.train.gradient_accumulation_steps
         if not memory.in_host:
@@ -296,7 +296,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan for JSON, in bytes, seconds and FLOPs.
+        """Return the plan as a dict for JSON. The units are bytes, seconds and FLOPs.
 
         It contains everything in `summary`, the configuration, the devices, the warnings and the
         FLOPs. `collectives` holds the fields of each `Collective`, with `bytes_sent` and `over`

@@ -142,8 +142,7 @@ def advice_report(advice: Advice, given: Config) -> str:
     """Return a table of the best layouts, their warnings, and the options to use for the first one.
 
     `advice` is the result of `search_layouts`, and must contain a layout. `given` holds the
-    command-line settings. Except for --mesh, options that these settings already contain are left
-    out.
+    command-line settings. Options that `given` already contains are left out, except --mesh.
     """
     rows = []
     for plan in advice.plans:

@@ -25,7 +25,7 @@ BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Traffic(Collective):
-    """Communication of one kind and for one purpose over the same mesh axes."""
+    """Communication of one kind, for one purpose, over the same mesh axes."""
 
     purpose: str
 

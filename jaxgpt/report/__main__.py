@@ -106,8 +106,8 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 def plots_text(run: RunFiles, width: int) -> str:
     """Return a text summary of a run, with plots that are `width` (at least 31) columns wide.
 
-    If a curve is nearly constant and its panel has no logarithmic axis, its range is given instead
-    of a plot. The newest `LayersRecord`, if any, is plotted against the layers.
+    The plot of a nearly constant curve is replaced by its range, unless its panel has a logarithmic
+    axis. The newest `LayersRecord`, if any, is plotted against the layers.
     """
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
@@ -137,7 +137,7 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if the rows lack the column in --sort, if a file cannot be written, or if
+    Raises `UsageError` if the column in --sort does not exist, if a file cannot be written, or if
     --png is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
@@ -177,9 +177,9 @@ def goodput_report(run: RunFiles, width: int) -> str:
 
 
 def spikes_report(run: RunFiles, png: Path | None) -> str:
-    """Return a table of a run's spikes, skips and rewinds. Plot the loss curve to the file `png`.
+    """Return a table of a run's spikes, skips and rewinds, and plot the loss curve.
 
-    If `png` is None, nothing is plotted.
+    The plot is written to the file `png`. If `png` is None, nothing is plotted.
 
     Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """

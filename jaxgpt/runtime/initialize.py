@@ -201,7 +201,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
 
 def pin_settings() -> list[str]:
-    """Apply the settings in `PINNED`. Return warnings for the settings that had another value."""
+    """Apply the settings in `PINNED`, and return a warning for each setting that this changes."""
     import jax
 
     notes = []

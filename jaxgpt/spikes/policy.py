@@ -177,8 +177,8 @@ def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
     The run must have a rewind. Raises `OSError` if a checkpoint cannot be removed, and `UsageError`
-    if rewinds.json is damaged, unreadable or cannot be written, or if the folder of checkpoints
-    cannot be read. After an error, the next start of the run tries again.
+    if rewinds.json is damaged or cannot be read or written, or if the folder of checkpoints cannot
+    be read. After an error, the next start of the run tries again.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

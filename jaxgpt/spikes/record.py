@@ -16,7 +16,7 @@ WORST_ROWS = 8
 def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
-    """Return the record of a step, or None if `metrics.detection` has the cause `none`.
+    """Return the record of a step, or None if the cause in `metrics.detection` is `none`.
 
     `metrics` is the `Metrics` of the step, as NumPy arrays.
     """
@@ -48,7 +48,7 @@ def worst_rows(
 
     `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its index
     in the batch (`row`), its `loss` in nats, the name of its `corpus`, the path of its `source`,
-    and the `offset` of its first token in the training split of the source, in tokens.
+    and the `offset` of its first token in the source's training split, in tokens.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]

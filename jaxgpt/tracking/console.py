@@ -33,7 +33,8 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Width of the output terminal in columns, or None if there is none or its size is unknown.
+        """Width of the output terminal in columns, or None if it is unknown.
+
         If mpiexec on this host forwards the output, this is the width of mpiexec's terminal.
         """
         if sys.stdout.isatty():

@@ -14,9 +14,9 @@ Row = dict[str, Any]
 class Csv:
     """Writes csv/<kind>.csv in the run directory, with a column for each field except lists.
 
-    Columns have the names of the fields in metrics.jsonl, without `kind`. Nested names are joined
-    by `/`.
-    Missing values are empty, and non-finite numbers are `nan`, `inf` or `-inf`.
+    The columns have the same names as in metrics.jsonl, and there is no column for `kind`. Nested
+    names are joined by `/`. Missing values are empty, and non-finite numbers are `nan`, `inf` or
+    `-inf`.
     """
 
     view = ""

@@ -72,7 +72,7 @@ class RunFiles:
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of one field in the records of a kind: float64 (N,) each.
 
-        Records without the field are skipped. Values for which `number` returns NaN become NaN. For
+        Records without the field are skipped. Invalid values become NaN (see `number`). For
         `rewind`, `key` is ignored, and the result has the losses of the dropped steps, with a NaN
         after each rewind.
         """
@@ -207,5 +207,5 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
 
 
 def _is_run(path: Path) -> bool:
-    # `Path.is_file` would raise `PermissionError` for a folder that may not be entered.
+    # `Path.is_file` would raise `PermissionError` if the folder is not accessible.
     return any(os.path.isfile(path / name) for name in (METRICS, STARTS))

@@ -43,10 +43,10 @@ def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
 def read_starts(directory: Path) -> list[dict[str, Any]]:
     """Return the starts of a run, oldest first, each with the fields of its `start` line.
 
-    `time` is the Unix time in seconds at which the line was written. The fields of the `devices`
-    line, if there is one, are added. `first_step` and `end` are dicts with the fields of the line
-    of that kind, or None if there is no such line. Damaged lines are ignored. The list is empty if
-    there is no starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
+    `time` is when the line was written, as Unix time in seconds. The fields of the `devices` line
+    are added, if that line exists. `first_step` and `end` are dicts with the fields of these lines,
+    or None if the line is missing. Damaged lines are ignored. The list is empty if there is no
+    starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
     """
     starts: list[dict[str, Any]] = []
     path = directory / STARTS

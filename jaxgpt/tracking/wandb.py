@@ -59,7 +59,7 @@ class Wandb:
         if resume_step is not None and self._id_file.exists():
             run_id, n_complete = self._id_file.read_text().split()
             complete = min(int(n_complete), resume_step)
-            # In offline mode, the files of a killed process may lack the start of the W&B run.
+            # In offline mode, a killed process may not have written the start of the W&B run.
             if complete or base.mode == "online":
                 continued["resume_from"] = f"{run_id}?_step={complete}"
         self._wandb_run = wandb.init(

@@ -98,7 +98,7 @@ class CompiledFunctions:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The sharding of a batch's arrays, whose rows are split over the batch axes."""
+        """The sharding of a batch's arrays: their rows are split over the batch axes."""
         return sharding.batch_sharding(self.mesh)
 
     def lower_train_step(self) -> jax.stages.Lowered:
@@ -120,8 +120,8 @@ def make_steps(
 
     Args:
         attend: the attention function; by default, the kernel that model.attention selects.
-        slices: number of slices that each device's part of a microbatch is split into; by default,
-            the result of `choose_n_slices` if `on_cpu`, and otherwise 1.
+        slices: number of slices that each device's part of a microbatch is split into; the default
+            is 1 or, if `on_cpu`, the result of `choose_n_slices`.
         on_cpu: whether to build the model for CPUs; by default, whether `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 

@@ -26,10 +26,10 @@ class Generator(NamedTuple):
     """Two functions that generate one sequence; use `jax.vmap` for several sequences.
 
     The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
-    The sequence may grow beyond model.block_size. With rotary positions, global layers then attend
-    to the cached keys and values of the last model.block_size tokens. With learned positions, each
-    new token shifts the positions of all others, which invalidates the cache. As in nanoGPT, the
-    last model.block_size tokens are then recomputed for every new token.
+    The sequence may grow beyond model.block_size. With rotary positions, global layers attend to
+    the cached keys and values of the last model.block_size tokens. With learned positions, each
+    further token shifts the positions of all others and so invalidates the cache. As in nanoGPT,
+    the last model.block_size tokens are recomputed for each of these tokens.
     """
 
     start: Callable[[Params, jax.Array, jax.Array], Text]

@@ -54,8 +54,9 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     """Return the scores (B, T) of all tokens except each row's first, without dropout.
 
     Args:
-        tokens: int32 (B, T+1). T may be smaller than model.block_size, but the mesh axes that split
-            positions must divide it. Short rows are padded with `NO_TOKEN`, whose loss is 0.
+        tokens: int32 (B, T+1). T must be divisible by the mesh axes that split positions, and may
+            be smaller than model.block_size. Short rows are padded with `NO_TOKEN`, whose loss is
+            0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:

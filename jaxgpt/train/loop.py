@@ -54,8 +54,8 @@ def train(
             initial weights cannot be read, if a checkpoint cannot be restored or saved, or if
             another file of the run cannot be read or written.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
-            removed, or if nothing reads the output any more. On other processes, if the temporary
-            folder for a profile cannot be created.
+            removed, or if the output pipe is closed. On other processes, if the temporary folder
+            for a profile cannot be created.
         ValueError: if JAX writes no trace for a profile.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
@@ -134,8 +134,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     Raises:
         UsageError: if the data cannot be read, if startup.json cannot be written, or if a save
             fails and the run cannot continue without it.
-        OSError: on process 0, if nothing reads the output any more. On other processes, if the
-            temporary folder for a profile cannot be created.
+        OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
+            folder for a profile cannot be created.
         ValueError: if JAX writes no trace for a profile.
         RuntimeError: if JAX fails, for example because it cannot write a profile.
     """
@@ -229,7 +229,7 @@ def evaluate_and_sample(
 
     Raises:
         UsageError: if the data cannot be read.
-        BrokenPipeError: on process 0, if nothing reads the output any more.
+        BrokenPipeError: on process 0, if the output pipe is closed.
         RuntimeError: if JAX fails.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time

@@ -38,7 +38,7 @@ MAX_CORRUPTIONS = 3  # limit per checkpoint; more would suggest a faulty device,
 
 
 class DeviceFailed(Exception):
-    """Raised to end the run if parameters repeatedly differ from their replicas."""
+    """Raised to end the run if replicas of the parameters differ repeatedly."""
 
 
 class Job(NamedTuple):
@@ -75,7 +75,7 @@ def restart_from(
         UsageError: if a file temporarily cannot be read, renamed or written, if rewinds.json or the
             checkpoint's JSON is damaged, or if the initial weights are missing.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
-            removed, or if nothing reads the output any more.
+            removed, or if the output pipe is closed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     damaged = dict(run.damaged)
@@ -235,10 +235,10 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 
     Raises:
         NoRewind: on every process, if the run cannot rewind.
-        UsageError: on every process, if rewinds.json is damaged or unreadable, or as in
-            `valid_checkpoints`.
-        OSError: on process 0, if the run cannot rewind, and the table of spikes cannot be read or
-            printed.
+        UsageError: on every process, if rewinds.json is damaged or unreadable, or for the same
+            reasons as in `valid_checkpoints`.
+        OSError: on process 0, if the table of spikes cannot be read or printed. It is printed when
+            the run cannot rewind.
     """
     record = job.report.spike_record(spike)
 
@@ -265,8 +265,8 @@ def after_corruption(
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
     The result is the newest checkpoint with undamaged JSON, or None for the state before the first
-    step. While train.verify_interval is set, no checkpoint is saved if replicas differ. All
-    processes call this together.
+    step. With train.verify_interval, checkpoints are saved only if replicas agree. All processes
+    call this together.
 
     Args:
         devices: mesh indices of devices whose parameters differ from the other replicas.
@@ -276,7 +276,7 @@ def after_corruption(
     Raises:
         DeviceFailed: on every process, if `earlier` contains this checkpoint `MAX_CORRUPTIONS`
             times.
-        UsageError: on every process, under the same conditions as in `newest_undamaged`.
+        UsageError: on every process, for the same reasons as in `newest_undamaged`.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

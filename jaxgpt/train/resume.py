@@ -166,9 +166,9 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line if the run continues after the end of the learning-rate decay.
+    """Return a list with a log line if the run continues after the learning-rate decay has ended.
 
-    The result is a list with the line, or an empty list.
+    If it does not, the list is empty.
 
     Args:
         resume_step: step of the checkpoint to resume from; None for a new run.
@@ -198,9 +198,9 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     """Return the model options that train.init_from implies, for `parse_args`.
 
     If the run directory `out` has undamaged checkpoints, return the options of the newest one
-    instead, because a resumed run no longer uses its initial weights. The keys have no prefix
-    `model.`. The options do not include model.dropout and model.attention. Raises `UsageError` if
-    the options cannot be read.
+    instead, because a resumed run no longer uses its initial weights. The keys have no `model.`
+    prefix. The options do not include model.dropout and model.attention. Raises `UsageError` if the
+    options cannot be read.
     """
     directory = Path(out) if out else None
     if directory and (saved := valid_checkpoints(directory)):
@@ -251,10 +251,10 @@ def prepare_weights(
     """Prepare the initial weights of a run that sets train.init_from.
 
     Return the run's config, the folder and the step of the weights, and log lines. `directory` is
-    the run directory. A Hugging Face folder is converted into the run directory. If the weights
-    have a tokenizer, their `COMPANIONS` are copied there. In the returned config, the path in
-    train.init_from is absolute. If the weights have a tokenizer file but the data has no tokenizer,
-    data.tokenizer is also set.
+    the run directory. The weights of a Hugging Face folder are converted and written to the run
+    directory. If the weights have a tokenizer, their `COMPANIONS` are copied to the run directory.
+    In the returned config, the path in train.init_from is absolute. If the weights have a tokenizer
+    file but the data has no tokenizer, data.tokenizer is also set.
 
     Raises:
         UsageError: if the weights cannot be read, if the model does not match the weights, or if

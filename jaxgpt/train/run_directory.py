@@ -144,7 +144,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
     """Raise `UsageError` if process 0 has different data or a different tokenizer."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # Hashes are compared by one process per host, and by every process whose paths differ.
+    # One process per host compares hashes, and so does any whose paths differ from process 0's.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,
@@ -332,7 +332,7 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
     On file systems without locks, the directory is not locked. If config.out is None, this creates
     a new directory, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another
     job, is a file, cannot be written, is in the checkpoints folder of a run, or contains a folder
-    in place of a file or vice versa.
+    where a file is expected or vice versa.
     """
     given = Path(config.out or "").absolute()
     try:

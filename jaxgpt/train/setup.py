@@ -65,7 +65,7 @@ def set_up(
         DamagedCheckpoint: if all checkpoints or the initial weights are damaged, or if the newest
             checkpoint is damaged and checkpoint.on_damage=refuse.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
-            removed, or if nothing reads the output any more.
+            removed, or if the output pipe is closed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     clock.enter("setup")

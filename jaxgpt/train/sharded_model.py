@@ -223,10 +223,10 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return how many equal slices each CPU's part of a microbatch is split into.
 
     Slices are processed one after another, like microbatches. They save memory and are faster on
-    CPUs. The result is the divisor of the number of rows that brings the size of a slice's
-    activations closest to `SLICE_BYTES`, or to `GRADIENTS_PER_SLICE` times the size of the
-    gradients if that is more. If the mesh splits anything but the batch, the result is 1, because
-    each slice would add communication. model.vocab_size must be set. Raises `UsageError` as
+    CPUs. The result divides the number of rows. It is chosen so that the size of a slice's
+    activations is as close as possible to `SLICE_BYTES` or `GRADIENTS_PER_SLICE` times the size of
+    the gradients, whichever is larger. If the mesh splits anything but the batch, the result is 1,
+    because each slice would add communication. model.vocab_size must be set. Raises `UsageError` as
     `activation_bytes` does.
     """
     shape = MeshShape(**mesh.shape)

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """Return a run's optimizer for unsharded parameters, without the learning rate.
 
-    model.vocab_size must be set. Raises `UsageError` as `make_optimizer` does and `weights`.
+    model.vocab_size must be set. Raises `UsageError` as `make_optimizer` and `weights` do.
     """
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
