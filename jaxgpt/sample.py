@@ -163,10 +163,10 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
     """After each batch, yield all samples so far, in the order of the prompts.
 
-    With --stream, unfinished samples are also yielded while they grow. After each batch, the same
-    list is yielded again, with the new samples appended. All processes must exhaust the iterator.
-    Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be used. Also raises
-    whatever `run_folder`, `Model` and `Model.stream` raise.
+    With --stream, partial samples are also yielded as they are generated. After each batch, the
+    same list is yielded again, with the new samples appended. All processes must exhaust the
+    iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be used.
+    Also raises whatever `run_folder`, `Model` and `Model.stream` raise.
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)

@@ -30,8 +30,7 @@ def margin(seconds: float, save: float, step: float) -> float:
     """Return the time in seconds to reserve at the end of a job for saving a checkpoint.
 
     Up to three steps may have been dispatched, and the processes may agree to stop only after the
-    next step. Even a short job trains for three quarters of its time if 1.5 saves fit into the last
-    quarter.
+    next step. The result is at most a quarter of `seconds`, unless 1.5 saves take longer than that.
 
     Args:
         seconds: seconds from the start of the run to the end of the job.

@@ -46,7 +46,7 @@ def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
 def convert(kind: Any, words: Sequence[str]) -> Any:
     """Convert the strings of one setting to `kind`, its type according to `settings`.
 
-    Raises `ValueError` or `KeyError` if the strings do not fit the type.
+    Raises `ValueError` or `KeyError` if the strings cannot be converted.
     """
     arguments = typing.get_args(kind)
     if takes_many(kind):

@@ -31,7 +31,7 @@ SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; a slower collective skips larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
 CHECKED = 4096  # elements per result to compare with NumPy
-ALL = None  # marks the sum over all devices, instead of one source device
+ALL = None  # used in place of a source device: the sum over all devices
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,10 @@ _TABLE = (
         devices_per_host=4,
     ),
     # From AMD's MI250X data sheet: 383 and 95.7 TFLOP/s and 3.2 TB/s per module, halved for one
-    # GCD. From OLCF's Frontier user guide: Infinity Fabric has 200 GB/s to the other GCD of the
-    # module, 50 to 100 GB/s to other modules (a ring over the host must use these links), and 36
-    # GB/s to the CPU. A host has four Slingshot adapters of 25 GB/s for eight GCDs.
+    # GCD. From OLCF's Frontier user guide: Infinity Fabric provides 200 GB/s to the other GCD
+    # of the module, 50 to 100 GB/s to other modules, and 36 GB/s to the CPU. A ring of all GCDs in
+    # a host needs the links between modules. A host has four Slingshot adapters of 25 GB/s for
+    # eight GCDs.
     Device(
         name="mi250x",
         match="MI250X",

@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """The pipeline bubble as a fraction of the computing time, or 0 without a pipeline.
+        """The pipeline bubble as a fraction of compute time, or 0 without a pipeline.
 
         It is (S - 1) / (v M) for S stages, M microbatches and v groups of layers on each stage
         (arXiv 2104.04473, section 2.2).
