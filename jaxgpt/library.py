@@ -226,7 +226,11 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """The configuration, with model.vocab_size from the data."""
+        """The configuration, with absolute data paths, and with the vocabulary size and the
+        end-of-text token from the data.
+
+        After `restore`, train_range_to_skip also has the ranges that the run skips.
+        """
         return self._run.config
 
     @property

@@ -26,15 +26,16 @@ class LocalFolder:
     """The local checkpoints of one run, in a folder with the layout of the run directory.
 
     All processes share the folder, on a burst buffer or on the disk of a single host. A checkpoint
-    stays in the folder until process 0 has copied it to the run directory. The folder's name
-    contains a hash of the run directory's path, so several runs can use the same checkpoint.local.
+    stays in the folder until process 0 has copied it, or a later one, to the run directory. The
+    folder's name contains a hash of the run directory's path, so several runs can use the same
+    checkpoint.local.
     """
 
     def __init__(self, folder: str, run: Path):
         run = run.absolute()
         digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
         self._folder, self._run = folder, run
-        self.directory = Path(folder).expanduser().absolute() / f"{run.name}-{digest}"
+        self.directory = Path(folder).absolute() / f"{run.name}-{digest}"
 
     def open(self, cluster: ProcessGroup) -> None:
         """Create the folder and remove interrupted saves. All processes call this together.

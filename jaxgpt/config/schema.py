@@ -431,7 +431,8 @@ class SpikeConfig:
     """Maximum number of consecutive rewinds without reaching a later checkpoint. At the next spike,
     the run stops with a report."""
     max_consecutive_nonfinite: Count = 10
-    """Stop the run after this many consecutive steps with a non-finite loss or gradient."""
+    """Stop the run after this many consecutive steps with a non-finite loss or gradient, unless
+    spike.action is off."""
 
 
 @dataclass(frozen=True, kw_only=True)

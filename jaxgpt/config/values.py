@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user, shorten
 
-_PATHS = {"config", "out", "train.init_from"}
+_PATHS = {"config", "out", "train.init_from", "checkpoint.local"}
 _PATHS |= {f"data.{key}" for key in ("dataset", "path", "file_list", "tokenizer")}
 _KINDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
 

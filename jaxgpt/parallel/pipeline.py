@@ -161,8 +161,8 @@ class Pipeline:
 
         Weights are gathered once per step. After the forward pass, the outputs of the last stage
         are scattered, and each stage computes the head and the loss for its share of the
-        microbatches. The `LossParts` are equal on all stages. `microbatches.n` must divide the
-        number of rows.
+        microbatches. The `LossParts` are equal on all stages. `grad_accumulators` must be 0, and
+        `microbatches.n` must divide the number of rows.
         """
         batch, M, key = microbatches
         batches = split_microbatches(batch, M)

@@ -25,7 +25,10 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 
 
 class Queries(NamedTuple):
-    """Queries and, for the backward pass, the values that belong to them."""
+    """Queries and, for the backward pass, the values that belong to them.
+
+    Query heads that share a key-value head are joined along T.
+    """
 
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`

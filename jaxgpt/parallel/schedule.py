@@ -60,7 +60,8 @@ class Schedule(NamedTuple):
     last block, auxiliary losses (B,) by name), on every device."""
     gradients: Callable[[Objective, Params, Params, Microbatches], tuple[Any, Params]]
     """The forward and backward passes, for training: (objective, parameters, gradient accumulators,
-    microbatches) -> (`LossParts`, gradients), summed over this device's rows."""
+    microbatches) -> (`LossParts`, gradients), summed over this device's rows. The accumulators must
+    be 0."""
 
 
 def run_all_blocks(

@@ -37,7 +37,7 @@ class Parameter:
     `size` is the number of elements before sharding over `fsdp`.
     """
 
-    layers: int  # number of layers that the device stores; 0 if the weight is not part of a layer
+    layers: int  # layers per device, rounded down; 0 if the weight is not part of a layer
     size: int
     axes: frozenset[str]  # mesh axes that shard the array if the ZeRO stage shards parameters
     is_gathered_in_dtype: bool  # True if ZeRO gathers it in the compute dtype, False if in float32

@@ -142,6 +142,7 @@ class RunFiles:
         """Return the values of this run for a table, by heading.
 
         Unknown values are None, but `step` is 0 if there are no records. `age` is a timedelta.
+        Losses are rounded to four decimals, and tokens/s to a whole number.
         """
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]

@@ -15,8 +15,9 @@ class SupervisorLink:
 
     `open` and `close` also send a line. The keys are `job`, `run` (absolute path of the run
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
-    the newest checkpoint, or 0), `step` and `ending` (true only in the line from `close`). The
-    connection stays open while process 0 runs. Methods raise `OSError` if a line cannot be sent.
+    the newest checkpoint, or 0), `step` (the step that training has reached) and `ending` (true
+    only in the line from `close`). The connection stays open while process 0 runs. Methods raise
+    `OSError` if a line cannot be sent.
     """
 
     def __init__(self) -> None:

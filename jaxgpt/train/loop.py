@@ -27,9 +27,9 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """The last step of a `run_steps` call, and why the call returned."""
+    """Where training ended, and why."""
 
-    step: int
+    step: int  # the last step, or the step of the checkpoint if training stopped during a restart
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
     corrupted: tuple[int, ...] = ()  # mesh indices of devices that differ from the other replicas

@@ -220,6 +220,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["model.vocab_size=9999999999999"], ["9999999999999", "less than 2^31"]),
         (["train.batch_size=100000000"], ["batch_size=100000000", "fewer than 2^31"]),
         (["out=~nosuchuser/x"], ["out=~nosuchuser/x", "no home directory"]),
+        (["checkpoint.local=~nosuchuser/x"], ["checkpoint.local=~nosuchuser/x", "no home"]),
         (["out=~a\0b"], ["out='~a\\x00b'", "not a valid file name"]),
         (["--train-range-to-skip", "0", "2"], ["0 2", "1 <= first"]),
         (["train.gradient_accumulation_steps=5"], ["gradient_accumulation_steps=5", "24"]),

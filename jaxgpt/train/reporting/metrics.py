@@ -65,8 +65,8 @@ class MetricsBuffer:
     def failure(self, readings: list[StepMetrics]) -> str:
         """Return the reason why the run has to stop, or an empty string if it can continue.
 
-        A run has to stop after spike.max_consecutive_nonfinite consecutive non-finite steps, or if
-        the loss of step train.max_iters is not finite.
+        A run has to stop if the loss of step train.max_iters is not finite. Unless spike.action is
+        off, it also has to stop after spike.max_consecutive_nonfinite consecutive non-finite steps.
         """
         limit = self._config.spike.max_consecutive_nonfinite
         reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
