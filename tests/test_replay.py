@@ -5,12 +5,13 @@ import random
 
 import pytest
 
-from jobs import FIVE_AXES, SMALL, run
+from jobs import FIVE_AXES, SMALL, records, run
 
+# At a learning rate of 0.01, rounding errors grow by over 100,000 in the gradient norm of step 37.
 RUN = (
     *SMALL, *FIVE_AXES, "model.n_embd=32", "train.max_iters=40", "checkpoint.interval=10",
     "checkpoint.keep=9",
-    "optimizer.warmup_iters=2", "optimizer.learning_rate=0.01", "spike.action=rewind",
+    "optimizer.warmup_iters=2", "optimizer.learning_rate=0.005", "spike.action=rewind",
     "spike.window=16", "spike.rewind_margin=10", "spike.skip_before=2", "spike.skip_after=1",
     "--faults.random_tokens", "26", "27", "--train-range-to-skip", "12", "13",
 )  # fmt: skip
@@ -23,7 +24,7 @@ def finished(tmp_path_factory):
     for settings in (("--mesh", "2,1,2", "train.max_iters=20"), ()):
         job = run("train", *RUN, *settings, "--out", out)
         assert job.returncode == 0, job.stdout
-    assert "rewound" in job.stdout or "rewind" in job.stdout
+    assert len(records(out, "rewind")) == 1
     return out
 
 
