@@ -126,7 +126,7 @@ class StepProfile:
         skipped = last - first + 1 - len(self._traced)
         self._log.info(
             f"traced steps {first} to {last} into {self._directory}; tracing slows them slightly"
-            + (f"; {skipped} of them were skipped" if skipped else "")
+            + (f"; skipped steps among them: {skipped}" if skipped else "")
             + f"\n{describe(found)}"
         )
         self._tracing, self._todo = None, range(0)

@@ -54,7 +54,7 @@ def test_a_process_that_stops_is_named_and_the_job_started_again(
     print(f"{phase}, process {rank}: ended {again.splitlines()[0]}")
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, said
-    name = f"missing: rank {rank};" if phase == "start" else rf"process {rank} on host \S+ at "
+    name = f"missing ranks: {rank};" if phase == "start" else rf"process {rank} on host \S+ at "
     assert re.search(name, errors[0]), said
     if phase != "start":
         assert f"at {phase}" in errors[0]
@@ -81,7 +81,7 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
     said = (
         r"error: train.hang_timeout=0.1: process 1 on host \S+ at .+ has not been heard from for "
         r"0.1 minutes; process.* waiting for it at .*step \d+; the process or its host has stopped "
-        r"responding; .*hang-<process>.txt has .*; start again with the same --out"
+        r"responding; .*hang-<process>.txt has .*; to resume, start again with the same --out"
     )
     assert re.fullmatch(said, error), error
     assert "Traceback" not in output

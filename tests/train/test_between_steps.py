@@ -126,7 +126,7 @@ def test_traced_steps_are_listed_and_the_run_is_the_same(tmp_path):
     assert losses(traced) == losses(plain)
     log = (traced / "train.log").read_text()
     assert f"traced steps 4 to 6 into {traced}/profile" in log
-    assert "profile of 2 steps" in log and "; 1 of them skipped\n" in log
+    assert "profile of 2 steps" in log and "; skipped steps among them: 1\n" in log
     assert "steps to trace: none" not in log
     assert "the 10 most expensive operations of a step" in log and " matmul " in log
     assert len(list(traced.glob("profile/plugins/profile/*/*.xplane.pb"))) == 1
