@@ -248,9 +248,12 @@ class Checkpoints:
                 meta=ocp.JsonCheckpointHandler(),
             )
             seconds = max(1, round(60 * self._config.checkpoint.timeout_minutes))
-            self._orbax = ocp.AsyncCheckpointer(
-                handler, async_options=ocp.AsyncOptions(timeout_secs=seconds)
+            # If Orbax cannot create a folder in the background, its other threads wait for the
+            # timeout, and a single process cannot exit before they end.
+            options = ocp.AsyncOptions(
+                timeout_secs=seconds, create_directories_asynchronously=self._cluster.size > 1
             )
+            self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         args = ocp.args.Composite(
             state=ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=DATA_FILE_BYTES),
             meta=ocp.args.JsonSave(meta),

@@ -165,6 +165,7 @@ def test_a_run_continues_after_a_failed_save_while_an_older_one_is_complete(
 ):
     tree = checkpoint_tree(filled(steps[0].state_shapes))
     run, log = tmp_path / "run", []
+    threads = set(threading.enumerate())
     run.mkdir()
     local = [f"checkpoint.local={tmp_path / 'local'}"] if is_local else []
     checkpoints = Checkpoints(run, load_config("tiny", *local))
@@ -193,6 +194,9 @@ def test_a_run_continues_after_a_failed_save_while_an_older_one_is_complete(
         assert log[1].latest_complete == 1 and log[1].reason.endswith("written (File too large)")
     assert "Traceback" not in "".join(capfd.readouterr())
     checkpoints.restore(3, checkpoint_tree(steps[0].state_shapes))
+    gc.collect()
+    left = set(threading.enumerate()) - threads
+    assert not left, left  # the process could not exit before they end
 
 
 def test_a_run_survives_a_file_system_that_is_gone_between_saves(tmp_path):
