@@ -33,7 +33,8 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
     2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
     be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
     AdamW updates embeddings, the output layer, norms and biases. AdamW's learning rate follows the
-    same schedule, and its peak is `optimizer.adamw_learning_rate` (by default, Muon's peak).
+    same schedule, and its peak is `optimizer.adamw_learning_rate` (by default, Muon's peak). If
+    this key is set, `optimizer.learning_rate` must not be 0.
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))
@@ -84,9 +85,10 @@ def adamw_ratio(config: OptimizerConfig) -> float:
 
 
 def update_flops(config: OptimizerConfig, parameters: Parameters) -> int:
-    """Return the FLOPs that each device spends on matmuls in one update.
+    """Return the FLOPs that each device spends on matmuls in one update of `parameters`.
 
-    The result is 0 for every optimizer except Muon.
+    The result is 0 for every optimizer except Muon. An update with parallel.offload, which handles
+    one layer at a time, may take more FLOPs because of padding.
     """
     if config.name != "muon":
         return 0

@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
-    """Return `updates` with the singular values of each matrix moved close to 1.
+    """Return `updates` with each matrix orthogonalised by `newton_schulz`.
 
     `parameters` describes the weights to update. Matrices with the same `StackSpec` are stacked
     across weights and layers, and each device of the mesh computes an equal share of the stack. If

@@ -10,8 +10,8 @@ def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransf
     """Return SGD with decoupled weight decay; the caller applies the learning rate.
 
     The direction is m <- momentum * m + g, plus the weight decay. If the momentum is 0, the
-    optimizer has no state. The updates equal those of torch.optim.SGD with nesterov=False, except
-    that weight decay is not part of the momentum.
+    optimizer has no state. Without weight decay, the updates equal those of torch.optim.SGD with
+    nesterov=False.
     """
     return optax.chain(
         optax.trace(config.momentum) if config.momentum else optax.identity(),
