@@ -56,8 +56,8 @@ def _dequantize(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
 
-    The result has x's dtype. The backward pass also multiplies in FP8, and needs only the
-    `Quantized` x and W.
+    x, W and the result have the same dtype, float32 or bfloat16. The backward pass also multiplies
+    in FP8. For it, only the `Quantized` x and W are kept.
     """
     return _forward(x, w, n)[0]
 
