@@ -43,7 +43,8 @@ def choose_implementation(
 ) -> tuple[str, str]:
     """Return `ulysses` or `ring`, and the reason for the choice.
 
-    If parallel.context_impl is not `auto`, its value is returned unchecked.
+    If parallel.context_impl is not `auto`, its value is returned unchecked. With `auto`, at least
+    one implementation must be possible.
 
     Args:
         devices_per_host: number of devices per host. None means that all devices are assumed to

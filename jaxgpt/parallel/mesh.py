@@ -40,6 +40,8 @@ def make_mesh(
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
     """Return the mesh of all devices of the job, with the shape in parallel.mesh.
 
+    train.batch_size_per_device is ignored.
+
     Args:
         hosts: the host number of each process; see `make_mesh`.
 

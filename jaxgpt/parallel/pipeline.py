@@ -142,7 +142,7 @@ class Pipeline:
     def run_all_blocks(
         self, pieces: Pieces, batch: Any, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Run the network's forward pass; see `Schedule`.
+        """Run the embedding and all blocks; see `Schedule`.
 
         A device's B rows are split into gcd(M, B) microbatches. All stages receive the results.
         """
@@ -162,7 +162,7 @@ class Pipeline:
         Weights are gathered once per step. After the forward pass, the outputs of the last stage
         are scattered, and each stage computes the head and the loss for its share of the
         microbatches. The `LossParts` are equal on all stages. `grad_accumulators` must be 0, and
-        `microbatches.n` must divide the number of rows.
+        `microbatches.n` must divide the number of rows. `objective.adds_in_place` must be False.
         """
         batch, M, key = microbatches
         batches = split_microbatches(batch, M)

@@ -36,7 +36,7 @@ class Objective(NamedTuple):
     """(gradient accumulators, parameters) -> network. The forward pass does not read the
     accumulators. The gradient with respect to them is the gradient of the parameters, reduced and
     sharded like the accumulators."""
-    scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar
+    scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar, linear in the losses
     adds_in_place: bool = False  # True if gradients include the accumulators' values
 
 
@@ -60,8 +60,8 @@ class Schedule(NamedTuple):
     last block, auxiliary losses (B,) by name), on every device."""
     gradients: Callable[[Objective, Params, Params, Microbatches], tuple[Any, Params]]
     """The forward and backward passes, for training: (objective, parameters, gradient accumulators,
-    microbatches) -> (`LossParts`, gradients), summed over this device's rows. The accumulators must
-    be 0."""
+    microbatches) -> (`LossParts`, gradients). The `LossParts` are sums over this device's part of
+    the batch. The gradients are described in `Objective`. The accumulators must be 0."""
 
 
 def run_all_blocks(
