@@ -73,7 +73,7 @@ def cross_entropy(
 
     Args:
         logits_BTV: the float32 logits of this device's vocabulary shard.
-        targets_BT: int32 token IDs.
+        targets_BT: int32 token IDs. The logit of an ID outside the padded vocabulary counts as 0.
         vocab_offset: token ID of the shard's first logit.
         parallel: the devices over which the vocabulary is sharded.
     """

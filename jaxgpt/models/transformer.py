@@ -157,7 +157,8 @@ class GPT(nnx.Module):
         """Return the first block's input, x_BTD in the compute dtype.
 
         It is the sum of token embeddings and (if model.position=learned) position embeddings, with
-        dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D).
+        dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D). Learned
+        positions must be below block_size.
 
         Args:
             key: dropout key; None disables dropout.
@@ -195,8 +196,9 @@ class GPT(nnx.Module):
         Args:
             key: dropout key; None disables dropout.
             layers: layer index of the first block, and end index (exclusive) of the layers to run.
-                Blocks from the end index on are padding and have no effect. If the end index is
-                None, there is no padding.
+                The first index must be a multiple of the length of `layer_pattern`. Blocks from the
+                end index on are padding and have no effect. If the end index is None, there is no
+                padding.
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
