@@ -223,7 +223,7 @@ def as_table(record: dict[str, Any]) -> str:
         f"{'corpus':<20}{'tokens':>16}{'nats/token':>14}{'perplexity':>14}{'bits/byte':>12}",
     ]
     corpora = record["corpora"] if len(record["corpora"]) > 1 else {}
-    for name, found in {**corpora, "all": record}.items():
+    for name, found in [*corpora.items(), ("all", record)]:
         bits = "-" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.5f}"
         size = f"{found['perplexity']:,.4f}" if found["perplexity"] != math.inf else "inf"
         numbers = f"{found['tokens']:>16,}{found['loss']:>14.6f}{size:>14}{bits:>12}"

@@ -55,8 +55,8 @@ class JaxGPT(TemplateLM):
             others: unknown arguments, which cause an error.
 
         Raises `UsageError` if an argument is invalid, if the model cannot be loaded, if it has no
-        tokenizer, or if a launcher started several processes. Also raises whatever `run_folder` and
-        `Model` raise.
+        tokenizer, or if a launcher started several processes. Also raises whatever `join_alone`,
+        `run_folder` and `Model` raise.
         """
         super().__init__()
         del max_batch_size, device
@@ -129,8 +129,9 @@ class JaxGPT(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each text in nats. Each token is predicted once.
 
-        The first token is predicted from `prefix_token_id`. Each window predicts at most
-        `max_length` tokens. Raises whatever `tok_encode` raises.
+        Special tokens that `tok_encode` adds are predicted too. The first token is predicted from
+        `prefix_token_id`. Each window predicts at most `max_length` tokens. Raises whatever
+        `tok_encode` raises.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]

@@ -45,11 +45,11 @@ TOKENS_AT_ONCE = 16  # tokens to generate between checks for stop strings
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint whose metadata has been read. Its parameters are not loaded yet."""
+    """Description of a trained model, without its parameters."""
 
-    where: str  # run directory
+    where: str  # run directory, or a name for error messages if a trainer owns the model
     step: int
-    config: Config  # the run's configuration, with the mesh for evaluation and without dropout
+    config: Config  # the run's configuration, adapted to the evaluation
     tokenizer: Tokenizer | None
     block_size: int  # length T of the longest row to evaluate, at most the model's context length
     data: Literal["own", "given", "none"]
@@ -62,8 +62,9 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
     A transformers model is given as hf:FOLDER, or as a folder with a config.json and no
     checkpoints. The first process of each host converts the model. All processes must call this.
-    Raises `UsageError` if the folder does not exist or cannot be converted, and `OSError` if no
-    temporary folder can be created.
+    Raises `UsageError` if the path is invalid, or if the folder does not exist or cannot be
+    converted. Raises `OSError` if the folder cannot be accessed or no temporary folder can be
+    created.
     """
     if not where.startswith(TRANSFORMERS):
         given = Path(expand_user(where))
@@ -125,12 +126,12 @@ def find_trained(
         mesh: value of `parallel.mesh` for the evaluation.
         dtype: compute dtype; default the run's.
         settings: data settings, "data.KEY=VALUE", which override the run's.
-        block_size: length T of the longest row; default the model's.
+        block_size: length T of the longest row, at least 1; default the model's.
 
     Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
-    tokenizer is missing or has changed, if the mesh is malformed or does not fit the model and
-    `block_size`, if one of `settings` is not a valid data setting, or if `block_size` is larger
-    than the model's.
+    tokenizer is missing, unreadable or has changed, if the mesh is malformed or does not fit the
+    model and `block_size`, if `settings` are invalid or contradict each other, or if `block_size`
+    is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -270,8 +271,8 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         To limit the number of compilations, the length is a power of 2 and at least `LEAST_LENGTH`.
-        It is then rounded up so that the sequence and the heads can be sharded evenly. It never
-        exceeds `block_size`.
+        It is then rounded up so that the sequence and the heads can be sharded evenly. Finally, it
+        is limited to `block_size`.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
@@ -323,7 +324,7 @@ class Model:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the next-token logits at each token: float32 (T, V), or (B, T, V) for a batch.
 
-        `score` computes its losses from the same logits.
+        Up to rounding, `score` computes its losses from the same logits.
 
         Args:
             tokens: token IDs of one sequence (T,) or of a batch (B, T). T is at most `block_size`.
@@ -429,9 +430,10 @@ class Model:
     ) -> str:
         """Return a prompt followed by generated text. See `generate_tokens` for the arguments.
 
-        The text ends before the first `stop` string. An empty prompt becomes the end-of-text token,
-        or token 0 if the tokenizer has no such token. Raises `UsageError` if an argument is
-        invalid, if the model has no tokenizer, or if the tokenizer cannot encode the prompt.
+        The generated text ends before the first `stop` string. An empty prompt becomes the
+        end-of-text token, or token 0 if the tokenizer has no such token. Raises `UsageError` if an
+        argument is invalid, if the model has no tokenizer, or if the tokenizer cannot encode the
+        prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
@@ -502,15 +504,15 @@ class Model:
             tokens: token IDs of the prompt (n,), with n >= 1. Only the last `block_size` are used.
             n_tokens: number of tokens to generate.
             temperature: sampling temperature; 0 always takes the most likely token.
-            top_k: sample only from the `top_k` most likely tokens; by default, from all.
+            top_k: sample only from the `top_k` most likely tokens; None allows all tokens.
             seed: random seed, from 0 to 2^31 - 1.
             top_p: sample only from the smallest set of most likely tokens whose total probability
                 reaches `top_p`.
             min_p: sample only from tokens that are at least `min_p` times as likely as the most
                 likely one.
 
-        Raises `UsageError` if the prompt is empty, if one of its last `block_size` tokens is not in
-        the vocabulary, or if another argument is out of range.
+        Raises `UsageError` if the prompt is not a nonempty sequence of integers, if one of its last
+        `block_size` tokens is not in the vocabulary, or if another argument is out of range.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
@@ -594,7 +596,7 @@ def check_exists(params: "Params", advice: str) -> None:
 
 
 def is_count(number: object) -> bool:
-    """Return whether a number is a positive integer."""
+    """Return whether an object is a positive integer. A bool does not count as an integer."""
     return _is_integer(number) and number >= 1
 
 

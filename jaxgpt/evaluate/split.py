@@ -48,7 +48,7 @@ class Loss:
         """The loss in bits per byte of text (arXiv 2101.00027, section 3.1).
 
         This number can be compared across tokenizers. It is None if the tokenizer is unknown or the
-        text is empty.
+        tokens have no text.
         """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
@@ -62,9 +62,9 @@ class Loss:
 class Windows:
     """Rows that predict each token of a sequence, except the first, exactly once.
 
-    `stride` must be from 1 to `block_size`. Rows start `stride` tokens apart. A token is predicted
-    in the first row that contains it. Outside the first row, every predicted token has a context of
-    at least block_size - stride tokens.
+    `n_tokens` must be at least 1, and `stride` from 1 to `block_size`. Rows start `stride` tokens
+    apart. A token is predicted in the first row that contains it. Outside the first row, every
+    predicted token has a context of at least block_size - stride tokens.
     """
 
     n_tokens: int
@@ -130,7 +130,7 @@ class Split:
         return total - self.tokenizer.count_bytes(first)
 
     def check_tokenizer_range(self, tokens: np.ndarray) -> None:
-        """Raise `UsageError` if any of `tokens` is not in the tokenizer's vocabulary.
+        """Raise `UsageError` if any token ID is too large for the tokenizer's vocabulary.
 
         `tokens` must not be empty, and the tokenizer must be known.
         """
@@ -163,10 +163,10 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
     Raises:
         UsageError: if the data's tokenizer differs from the model's and data.accept_changes is not
-            set, if a tokenizer needs a package that is not installed, if the weights were imported
-            and no data is given, if the end-of-text token for data.document_mask is unknown or
-            outside the vocabulary, or if the stride is larger than a row. Also raises whatever
-            `open_dataset` raises.
+            set, if the tokenizers cannot be compared, if the weights were imported and no data is
+            given, if the end-of-text token for data.document_mask is unknown or outside the
+            vocabulary, or if the stride is larger than a row. Also raises whatever `open_dataset`
+            raises.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
@@ -191,8 +191,8 @@ def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
     """Raise `UsageError` if the tokenizers of the data and the model differ; return warnings.
 
     If data.accept_changes is set, different tokenizers only cause a warning. An unknown tokenizer
-    also causes a warning, unless the data comes from the run. Also raises `UsageError` if comparing
-    the tokenizers needs a package that is not installed.
+    also causes a warning, unless the data comes from the run. Also raises whatever `same_tokens`
+    raises.
     """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:

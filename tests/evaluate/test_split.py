@@ -218,6 +218,14 @@ def test_sources_of_a_blend_are_read_one_by_one(tmp_path):
     assert [line.split()[0] for line in table[2:]] == [*found["corpora"], "all"]
 
 
+def test_a_corpus_named_all_has_its_own_row():
+    loss = {"loss": 1.0, "perplexity": math.e, "bits_per_byte": 1.0, "tokens": 5, "bytes": 5}
+    record = {"run": "r", "step": 1, "split": "val", "block_size": 8, "stride": 8}
+    corpora = {"wiki": loss | {"tokens": 2}, "all": loss | {"tokens": 3}}
+    table = as_table(record | loss | {"corpora": corpora}).splitlines()
+    assert [line.split()[:2] for line in table[2:]] == [["wiki", "2"], ["all", "3"], ["all", "5"]]
+
+
 def test_without_a_tokenizer_bits_per_byte_are_left_out(run, tmp_path):
     for split in ("train", "val"):
         (np.arange(500) % 50).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
