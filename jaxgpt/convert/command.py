@@ -119,7 +119,9 @@ def _expand(text: str, variables: dict[str, str]) -> str:
     def value(match: re.Match) -> str:
         name, default = match[1] or match[4], match[3]
         known = variables.get(name, os.environ.get(name, ""))
-        return known or (default if match[2] in ("-", "=") else f"\0{match[0][1:]}")
+        if known:  # variables that are still unknown remain, as in PATH=/bin:$PATH
+            return known.replace("$", "\0")
+        return default if match[2] in ("-", "=") else f"\0{match[0][1:]}"
 
     previous = None
     while previous != text:  # default values may contain variables

@@ -186,9 +186,9 @@ def is_harmless(name: str) -> bool:
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     """Return the arguments in one rank's file, and the tensors as `flat` returns them.
 
-    Arguments are numbers, strings or lists of these. Enum members are replaced with their values,
-    and other objects with None, even inside lists. Raises `UsageError` if the file cannot be read
-    or is not a supported checkpoint, or if torch is missing or too old.
+    An argument is a number, a string, None, or a list of these. Enum members are replaced with
+    their values. Raises `UsageError` if the file cannot be read or is not a supported checkpoint,
+    or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):
@@ -223,8 +223,8 @@ def _plain(value: Any) -> Any:
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
 
-    {} is replaced by the layer number within the pipeline stage. Names that are not in `MEGATRON`
-    are kept. Tensors whose names end in _extra_state are left out.
+    {} is replaced by the layer number within the pipeline stage. Tensors that are not in `MEGATRON`
+    are also returned. Tensors whose names end in _extra_state are left out.
 
     Raises `UsageError` if the key of a tensor or dictionary is not a string of at most `MAX_NAME`
     characters, or if a dictionary is nested too deeply or appears twice. Shared dictionaries would

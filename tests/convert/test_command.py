@@ -159,6 +159,11 @@ def test_a_slip_is_not_guessed(capsys):
     assert "note: left out: --train-iter 9" in notes
 
 
+def test_a_variable_that_extends_an_unset_one_is_expanded_once(capsys):
+    main(["command", 'TREE="/lib:$TREE"\npython $TREE/train.py --n_layer=4'])
+    assert "model.n_layer=4" in capsys.readouterr().out
+
+
 def test_a_missing_script_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["command", "nowhere/train.sh"])
