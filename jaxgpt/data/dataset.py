@@ -114,8 +114,8 @@ class Dataset:
     def verify(self) -> None:
         """Check a sample of each source's pages.
 
-        The sample has at most 64 MiB per split, divided evenly among the sources, but at least 16
-        pages per source.
+        The sample is limited to 64 MiB per split, divided evenly among the sources, but not to
+        fewer than 16 pages per source.
 
         Raises:
             UsageError: if a file cannot be read or is too short, or if the sample has a token

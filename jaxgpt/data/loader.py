@@ -97,7 +97,7 @@ class Loader:
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
-        """Return a loader for microbatches of a split, in a different order from training.
+        """Return a loader for microbatches of a split, with a different seed from training.
 
         Each step of this loader is one microbatch, and the first step is 1.
         """
@@ -109,7 +109,7 @@ class Loader:
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
-        """Return the location of a row of a step's batch."""
+        """Return the location of a row of a step's batch. Random tokens do not change it."""
         return self._locate(self.sequence(step, row))
 
     def _locate(self, sequence: int) -> RowLocation:

@@ -56,7 +56,7 @@ class Index:
         return int(self.pointers[sequence]) // self.dtype.itemsize
 
     def find(self, token: int) -> Document:
-        """Return the document that contains the token at offset `token`, in O(log S) reads.
+        """Return the document that contains the token at offset `token`, by binary search.
 
         `token` must be at least 0 and less than `total_tokens`.
         """

@@ -215,7 +215,10 @@ class HFTokenizer(FileTokenizer):
         return np.array(ids, np.int64)
 
     def tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the token IDs that the post-processor adds before and after the text."""
+        """Return the token IDs that the post-processor adds before and after the text.
+
+        The tokenizer must be able to encode the letter "a".
+        """
         marks = _parse(self._content).encode("a", add_special_tokens=True)
         kept = [i for i, is_added in enumerate(marks.special_tokens_mask) if not is_added]
         start, stop = (kept[0], kept[-1] + 1) if kept else (len(marks.ids), len(marks.ids))

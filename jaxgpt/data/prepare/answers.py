@@ -17,7 +17,7 @@ def encode_answers(
     The weight is 1 for the tokens of answers and 0 for all others. The whole text is tokenized at
     once, unless a token would cross the start or end of an answer. In that case, the text is split
     there before it is tokenized, because at inference the model sees only the prompt. There must be
-    at least one document. All documents must have answers and the same `has_special`. Raises
+    at least one document. All documents must have text, answers and the same `has_special`. Raises
     `UsageError` like `Tokenizer.encode_batch`.
     """
     cuts = [_cuts(document) for document in documents]

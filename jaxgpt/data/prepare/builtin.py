@@ -1,6 +1,7 @@
 """Prepare the built-in datasets, and datasets from the user's text."""
 
 import hashlib
+import http.client
 import platform
 import re
 import sysconfig
@@ -80,7 +81,8 @@ def prepare_text(
         inputs: files, or folders that contain them.
         tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
         json_key: keys of the text in JSON lines and Parquet files; see `LineFormat.key`.
-        chat_template: file with a chat template; by default, the tokenizer's template is used.
+        chat_template: file with a chat template. If `tokenizer` is a path, the default is the
+            tokenizer's template.
         val_share: share of the data to use for validation; if 0 or None, a default in `corpus.py`
             applies. Megatron data is not split.
         split: split for all of the text; by default, the text is divided into splits.
@@ -157,10 +159,10 @@ def megatron_name(directory: Path) -> str:
 def prepare_python(directory: Path) -> list[str]:
     """Prepare the source code of Python's standard library, with one token per byte.
 
-    The dataset is written to `directory`, without any download. Files are ordered by a hash of
-    their paths, so that the last tenth, which is used for validation, resembles the rest. Returns
-    lines that describe the dataset. Raises `UsageError` if there are no source files, and `OSError`
-    if one cannot be read or `directory` cannot be written.
+    Tests and IDLE are left out. The dataset is written to `directory`, without any download. Files
+    are ordered by a hash of their paths, so that the last tenth, which is used for validation,
+    resembles the rest. Returns lines that describe the dataset. Raises `UsageError` if there are no
+    source files, and `OSError` if one cannot be read or `directory` cannot be written.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -195,7 +197,7 @@ def _download_shakespeare() -> bytes:
         found = hashlib.sha256(content).hexdigest()
         if found != SHAKESPEARE_SHA256:
             raise OSError(f"its SHA-256 is {found}, not {SHAKESPEARE_SHA256}")
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # HTTPException: a broken connection
         raise UsageError(
             f"cannot download Tiny Shakespeare ({in_words(error)}); download "
             f"{SHAKESPEARE_URL} elsewhere, and pass it with --input FILE"

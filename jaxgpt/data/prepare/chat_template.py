@@ -56,6 +56,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[dict[str, str]]) -> Rendered:
         """Render a list of messages, each with the strings `role` and `content`.
 
+        The messages must not contain U+FDD0 or U+FDD1, which mark {% generation %} blocks.
+
         The answers are the template's {% generation %} blocks. If the template has no such block,
         each answer is located by rendering the conversation up to its start and up to its end.
 

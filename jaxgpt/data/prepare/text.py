@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
 class InputFile:
     """A file of the corpus.
 
-    A text file is one document. Every line or row of other files is a document.
+    A text file is one document. In other files, each row or nonblank line is a document.
     """
 
     path: Path
@@ -55,9 +55,10 @@ class InputFile:
         `advance` is called with the number of bytes read from the file.
 
         Raises:
-            UsageError: if the file cannot be read, is not UTF-8 text or has an invalid line, if a
-                long text file cannot be split without changing its tokens, if a chat template is
-                missing, invalid or unnecessary, or if a required package is missing or too old.
+            UsageError: if the file cannot be read or encoded, is not UTF-8 text or has an invalid
+                line, if a long text file cannot be split without changing its tokens, if a chat
+                template is missing, invalid or unnecessary, or if a required package is missing or
+                too old.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)

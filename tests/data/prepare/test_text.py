@@ -1,6 +1,8 @@
 """Conversion of text and JSON lines to token files."""
 
 import gzip
+import http.client
+import io
 import json
 import os
 import random
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -358,3 +361,13 @@ def test_dolmas_files_are_json_lines(tmp_path):
     prepare_text(tmp_path / "d", [tmp_path], "byte", val_share=0.5)
     parts = [(tmp_path / "d" / f"{split}.bin").read_bytes() for split in ("train", "val")]
     assert b"text" not in b"".join(parts) and b"h\0e\0l\0l\0o\0" in b"".join(parts)
+
+
+def test_a_download_that_breaks_off_is_reported(tmp_path, monkeypatch):
+    class Broken(io.BytesIO):
+        def read(self, *size):
+            raise http.client.IncompleteRead(b"First Citizen", 1_000_000)
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Broken())
+    with pytest.raises(UsageError, match="cannot download Tiny Shakespeare"):
+        prepare_shakespeare_char(tmp_path / "data", None)
