@@ -145,7 +145,10 @@ def _calculate(text: str, unknown: str) -> str:
 
     try:
         return str(value(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, AttributeError, KeyError, ValueError, ArithmeticError, RecursionError):
+    except (
+        SyntaxError, AttributeError, KeyError, TypeError, ValueError, ArithmeticError,
+        RecursionError,
+    ):  # fmt: skip
         return unknown
 
 

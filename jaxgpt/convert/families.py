@@ -37,8 +37,9 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    A positive `block_size` overrides the context length in tokens. Raises `UsageError` if the file
-    cannot be read or is invalid, or if the model family or an option is not supported.
+    `block_size` overrides the context length in tokens if it is not None. Raises `UsageError` if
+    the file cannot be read, if the file or `block_size` is invalid, or if the model family or an
+    option is not supported.
     """
     path = folder / CONFIG
     config = read_json(path)
@@ -52,7 +53,8 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
         options = FAMILIES[family](_Keys(path, config))
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{path}: is not a valid model configuration ({error})") from None
-    return checked_model(options | ({"block_size": block_size} if block_size else {}), path)
+    changed = {} if block_size is None else {"block_size": block_size}
+    return checked_model(options | changed, path)
 
 
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:

@@ -159,7 +159,8 @@ class Split:
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`, or all of the data if `name` is `ALL`.
 
-    `stride` is the number of tokens between the starts of rows, by default `trained.block_size`.
+    `stride` is the number of tokens between the starts of rows, at least 1. The default is
+    `trained.block_size`.
 
     Raises:
         UsageError: if the data's tokenizer differs from the model's and data.accept_changes is not

@@ -164,6 +164,11 @@ def test_a_variable_that_extends_an_unset_one_is_expanded_once(capsys):
     assert "model.n_layer=4" in capsys.readouterr().out
 
 
+def test_arithmetic_on_a_name_without_a_value_is_kept(capsys):
+    main(["command", "python train.py --n_layer=$((None))"])
+    assert "model.n_layer=$((None))" in capsys.readouterr().out
+
+
 def test_a_missing_script_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["command", "nowhere/train.sh"])

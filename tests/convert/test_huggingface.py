@@ -354,6 +354,8 @@ def test_a_context_may_be_kept_shorter(tmp_path, capsys):
     write(tmp_path / "a")
     main(["from-hf", str(tmp_path / "a"), "--block-size", "8", "--out", str(tmp_path / "ours")])
     assert read_meta(tmp_path / "ours", 0)["config"]["model"]["block_size"] == 8
+    with pytest.raises(UsageError, match="model.block_size=0"):
+        huggingface.read_model(tmp_path / "a", 0)
     write(tmp_path / "b", GPT2)
     line = refused(["from-hf", tmp_path / "b", "--block-size", 8, "--out", tmp_path / "x"], capsys)
     assert "--block-size: needs rotary positions; set model.block_size" in line

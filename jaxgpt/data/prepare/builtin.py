@@ -78,14 +78,15 @@ def prepare_text(
 
     Args:
         directory: folder to write the dataset to.
-        inputs: files, or folders that contain them.
+        inputs: one or more files, or folders that contain them.
         tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
         json_key: keys of the text in JSON lines and Parquet files; see `LineFormat.key`.
         chat_template: file with a chat template. If `tokenizer` is a path, the default is the
             tokenizer's template.
         val_share: share of the data to use for validation; if 0 or None, a default in `corpus.py`
             applies. Megatron data is not split.
-        split: split for all of the text; by default, the text is divided into splits.
+        split: `train`, `val` or `test`, for all of the text. By default, the text is divided into
+            training and validation data.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, if `tokenizer` is a path; see `load_tokenizer`.
         pool: processes that tokenize files; by default, this process tokenizes them.

@@ -131,7 +131,7 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
             source, name = file.read_text(), str(file)
         if source is not None and not isinstance(source, str):
             raise ValueError("chat_template is not a string")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(
             f"--tokenizer {tokenizer}: cannot read {given or file} or tokenizer_config.json "
             f"({in_words(error)}); give another template with --chat-template FILE"

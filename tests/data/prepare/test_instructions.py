@@ -9,7 +9,7 @@ from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
-from jaxgpt.data.prepare.chat_template import ChatTemplate
+from jaxgpt.data.prepare.chat_template import ChatTemplate, find_template
 from jaxgpt.data.tokenizers import load_tokenizer
 from jobs import load_config
 
@@ -328,6 +328,13 @@ def test_a_template_reaches_no_files_and_does_not_even_have_the_date(tmp_path):
         chat_template=tmp_path / "t.jinja",
     )["train"]  # fmt: skip
     assert bytes(tokens).startswith(b"False")
+
+
+@pytest.mark.parametrize("templates", ["[1]", '[{"name": []}]', "1"])
+def test_a_malformed_list_of_templates_is_refused(tmp_path, templates):
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {templates}}}')
+    with pytest.raises(UsageError, match="tokenizer_config.json"):
+        find_template(str(tmp_path), None)
 
 
 def test_options_that_do_not_fit_the_lines_are_refused(tmp_path, gpt2_folder):
