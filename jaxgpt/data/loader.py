@@ -109,7 +109,10 @@ class Loader:
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
-        """Return the location of a row of a step's batch. Random tokens do not change it."""
+        """Return the location of a row of a step's batch.
+
+        Random tokens do not change the location.
+        """
         return self._locate(self.sequence(step, row))
 
     def _locate(self, sequence: int) -> RowLocation:

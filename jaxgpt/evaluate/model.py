@@ -124,7 +124,7 @@ def find_trained(
         where: run directory.
         step: step of the checkpoint; default the newest.
         mesh: value of `parallel.mesh` for the evaluation.
-        dtype: compute dtype; default the run's.
+        dtype: compute dtype, float32 or bfloat16; default the run's.
         settings: data settings, "data.KEY=VALUE", which override the run's.
         block_size: length T of the longest row, at least 1; default the model's.
 
