@@ -35,7 +35,7 @@ class Tracker(Protocol):
         """
 
     def log(self, record: Record) -> None:
-        """Write one record. `record.to_dict()` has the keys `kind` and `step`, and all values."""
+        """Write one record. `Record.to_dict` returns its kind, step and values."""
 
     def rewind(self, step: int) -> None:
         """Drop all steps after `step`, because the run will repeat them."""
@@ -72,15 +72,17 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """All trackers of a run, for process 0.
 
-    If a tracker raises an error, a warning is printed, and later calls still reach the tracker.
+    Errors in trackers become warnings. While a tracker keeps failing, only its first error and any
+    error in `close` are reported.
     """
 
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):
         """Open metrics.jsonl, samples.txt, the trackers in train.trackers and the supervisor link.
 
         The link is opened only under `jaxgpt.launch --restarts`. The trackers and the link run in
-        separate threads. `run` and `resume_step` are as in `Tracker.open`. `say` prints a warning.
-        Raises `UsageError` if metrics.jsonl cannot be written, and `OSError` if it cannot be read.
+        separate threads. `run` and `resume_step` are as in `Tracker.open`. `say` prints a message.
+        Raises `UsageError` if metrics.jsonl or its copy cannot be written (see `JsonLines.open`),
+        and `OSError` if metrics.jsonl exists but cannot be read.
         """
         self._say = say
         self._failing: set[str] = set()

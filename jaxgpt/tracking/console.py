@@ -35,7 +35,8 @@ class Console:
     def width(self) -> int | None:
         """Width of the output terminal in columns, or None if it is unknown.
 
-        If mpiexec on this host forwards the output, this is the width of mpiexec's terminal.
+        If mpiexec on this host forwards the output through a pipe, this is the width of mpiexec's
+        terminal. Otherwise, the environment variable COLUMNS overrides the width.
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
@@ -49,11 +50,12 @@ class Console:
         return None
 
     def info(self, text: str, full: str = "") -> None:
-        """Print `text` above the progress bar, and write it to the log file with the time.
+        """Write `text` to the log file with the time. A process that prints also prints it.
 
-        If `full` is given, it replaces `text` in the log file. If there is no log file, this does
-        nothing. Raises `BrokenPipeError` if the program that reads the output has exited. Any other
-        `OSError` only causes a warning.
+        Printed text is wrapped, and appears above the progress bar. Control characters are
+        replaced. If `full` is given, it replaces `text` in the log file. If there is no log file,
+        this does nothing. Raises `BrokenPipeError` if the program that reads the output has exited.
+        Any other `OSError` only causes a warning, but after a failed print, nothing is printed.
         """
         if self._log is None:
             return
@@ -115,7 +117,7 @@ class Console:
 
 
 def wrap(text: str, width: int | None) -> str:
-    """Wrap lines that are longer than `width` columns.
+    """Wrap lines that are longer than `width` characters.
 
     Continuation lines are indented by two spaces, long words are not broken, and tabs become
     spaces. If `width` is None, `text` is returned unchanged.
@@ -140,7 +142,7 @@ def table_text(
     for row in rows:
         table.add_row(*row)
     # Do not use colours, because they would add control characters to train.log.
-    console = RichConsole(width=width, color_system=None)
+    console = RichConsole(width=width, color_system=None, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)
     return captured.get().rstrip()

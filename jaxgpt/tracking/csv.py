@@ -65,7 +65,7 @@ class Csv:
 
 
 def flatten(fields: Row, prefix: str = "") -> Row:
-    """Return a record without lists and nested dicts.
+    """Return a record without lists, tuples and nested dicts.
 
     The values of a nested dict get keys such as `seconds/step`. All keys begin with `prefix`.
     """
@@ -89,7 +89,8 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
     text = path.read_bytes().decode(errors="replace")
     csv.field_size_limit(2**31 - 1)  # by default 131,072; the text of a sample may be longer
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    rows = [row for row in reader if None not in row.values() and row["step"].isdecimal()]
+    whole = (row for row in reader if None not in {*row} and None not in row.values())
+    rows = [row for row in whole if row["step"].isdecimal()]
     return list(reader.fieldnames or ()), rows
 
 

@@ -39,10 +39,11 @@ TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record by tag, such as `train/loss`.
+    """Return the numbers in a record, except its step, by tag, such as `train/loss`.
 
-    `record` is the result of `Record.to_dict`. In a goodput record, seconds become fractions of
-    their total. The result is empty if the kind of the record is not in `GROUPS`.
+    `record` is the result of `Record.to_dict`. Numbers in lists are left out, and so is a false
+    `skipped`. For a goodput record, the result has only the fraction of the time spent on each
+    activity. The result is empty if the kind of the record is not in `GROUPS`.
     """
     kind = record["kind"]
     if kind not in GROUPS:

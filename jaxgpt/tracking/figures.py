@@ -23,7 +23,10 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Return a duration in seconds as text, such as `1:01:01` or `2 days, 1:01:01`."""
+    """Return a duration, rounded to whole seconds, such as `1:01:01` or `2 days, 1:01:01`.
+
+    `seconds` must be finite.
+    """
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
@@ -63,9 +66,10 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    Missing metrics and zero counts of skipped and non-finite steps are left out. If `width` is
-    given, the metrics with the highest ranks are dropped until the line fits into `width` columns.
-    The step is never dropped, nor is any metric with a negative rank.
+    The text has the metrics in `figures`, and the mean loss of each corpus. Missing values and zero
+    counts of skipped and non-finite steps are left out. If `width` is given, the metrics with the
+    highest ranks are dropped until the line fits into `width` columns. The step, the skipped range
+    and metrics with a negative rank are never dropped.
     """
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
@@ -86,7 +90,7 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return the legend of the training lines, with one line for each metric and corpus.
+    """Return the legend of the training lines: one line for the step, each metric and each corpus.
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
     given, the legend omits the corpora, and any metrics that rarely fit in a training line of that

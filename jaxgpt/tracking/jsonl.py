@@ -26,7 +26,7 @@ class JsonLines:
     """Writes metrics.jsonl. Non-finite numbers become null.
 
     A failed write raises `OSError`, and a failed rewind raises `UsageError` or `OSError`. The next
-    call begins by retrying the failed operation.
+    call begins by retrying the failed operation. See `AppendedFile` about lines that wait.
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base class of a run's records. Each kind of record is a subclass."""
+    """Base class of a run's records. Each kind of record except `rewind` is a subclass."""
 
     kind: ClassVar[str]
     step: int
@@ -39,13 +39,14 @@ class TrainRecord(Record):
     skipped: bool = False
     skipped_range: tuple[int, int] | None = None  # first and last step of the skipped range
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
-    """For each corpus, the `tokens` so far and the mean `loss` since the last record. The loss is
-    None if the corpus had no targets. The field is None if there is only one corpus."""
+    """For each corpus, the `tokens` so far and the mean `loss` in nats since the last record that
+    has this field. The loss is None if the corpus had no targets. The field is None for skipped
+    steps and if there is only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRecord(Record):
-    """Per-layer metrics, keyed by layer number, every train.layers_every steps."""
+    """Per-layer metrics every train.layers_every steps, keyed by layer number, such as `000`."""
 
     kind = "layers"
     grad_norm: Mapping[str, float]  # of the gradient before clipping
@@ -76,9 +77,9 @@ class SampleRecord(Record):
 class SpikeRecord(Record):
     """A step with a spike in the loss or gradient norm, or with a non-finite value.
 
-    `loss` is in nats per token. `median` is the median of the last spike.window finite steps before
-    this step, and `limit` is the value above which a step is a spike. Both are losses or gradient
-    norms, depending on `cause`, and are None if the cause is `nonfinite`.
+    `loss` is in nats per token. `median` is the median of the detector's window before this step,
+    and `limit` is the value above which a step is a spike. Both are losses or gradient norms,
+    depending on `cause`, and are None if the cause is `nonfinite`.
     """
 
     kind = "spike"

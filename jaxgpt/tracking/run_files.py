@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ class RunFiles:
     def refresh(self) -> bool:
         """Read the new lines of metrics.jsonl. Return False if there are no new lines.
 
-        If a restart has replaced the file, it is read from the start. Raises `UsageError` if the
-        file cannot be read.
+        If a restart or a rewind has replaced the file, it is read from the start. Raises
+        `UsageError` if the file cannot be read.
         """
         path, new, found = self.directory / METRICS, b"", []
         try:
@@ -124,10 +125,12 @@ class RunFiles:
         return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
 
     def state(self) -> str:
-        """Return the state of the run: `running`, `done`, `stopped` (with a checkpoint) or `dead`.
+        """Return the state of the run: `running`, `done`, `stopped` (on request) or `dead`.
 
-        A locked run is `running`. Locks may be local to a host, so a run on another host also
-        counts as `running` if it has not ended and wrote to a log in the last `RECENT` seconds.
+        A locked run is `running`. Locks may be local to a host, and only Linux can check them. If
+        the lock of a run cannot be checked, the run is also `running` if it wrote to a log in the
+        last `RECENT` seconds, unless its newest goodput record says that it ended. Do not call this
+        in the process that trains the run, because it would release the run's lock.
         """
         lock, goodput = self.directory / ".lock", self.records["goodput"]
         if is_locked(lock):
@@ -135,14 +138,16 @@ class RunFiles:
         if goodput and goodput[-1]["is_last"]:
             limit = self.settings().get("train.max_iters", "0")
             return "stopped" if limit.isdecimal() and goodput[-1]["step"] < int(limit) else "done"
-        is_here = f"on host {platform.node()}" in read_text(lock)  # locks may be local to a host
-        return "running" if not is_here and self.age() < RECENT else "dead"
+        # Locks may be local to a host, and `is_locked` works only on Linux.
+        is_known = sys.platform == "linux" and f"on host {platform.node()}" in read_text(lock)
+        return "running" if not is_known and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
         """Return the values of this run for a table, by heading.
 
-        Unknown values are None, but `step` is 0 if there are no records. `age` is a timedelta.
-        Losses are rounded to four decimals, and tokens/s to a whole number.
+        Unknown values are None, but `step` is 0 if there are no records. `age` is a timedelta,
+        rounded to seconds. Losses are rounded to four decimals, and tokens/s to a whole number. At
+        least one of the run's logs must exist.
         """
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
@@ -170,7 +175,7 @@ class RunFiles:
 def number(record: dict[str, Any], key: str) -> float:
     """Return a number in a record, or NaN if the value is missing or not a number.
 
-    Numbers with an absolute value of 1e300 or more also become NaN.
+    Booleans count as 0 and 1. Numbers with an absolute value of 1e300 or more also become NaN.
     """
     value = record.get(key)
     return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan
@@ -187,7 +192,8 @@ def read_text(path: Path) -> str:
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     """Return the runs in `paths`, which are run directories or folders with runs at any depth.
 
-    Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be read.
+    Runs inside another run are not found. Raises `UsageError` if there is no run at a path, or if a
+    metrics.jsonl cannot be read.
     """
     found: dict[Path, str] = {}
     for path in paths:

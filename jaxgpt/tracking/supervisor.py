@@ -16,8 +16,9 @@ class SupervisorLink:
     `open` and `close` also send a line. The keys are `job`, `run` (absolute path of the run
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
     the newest checkpoint, or 0), `step` (the step that training has reached) and `ending` (true
-    only in the line from `close`). The connection stays open while process 0 runs. Methods raise
-    `OSError` if a line cannot be sent.
+    only in the line from `close`). Methods raise `OSError` if a line cannot be sent. The connection
+    then closes, and the next line opens a new one. Otherwise, it stays open until the process
+    exits.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ BLANK, MARGIN = 0x2800, 11  # MARGIN: columns for the limits of the y-axis
 def plot_text(steps: np.ndarray, values: np.ndarray, width: int, axis: str = "step") -> list[str]:
     """Return the lines of a plot, including the limits of both axes.
 
-    The plot is `width` columns wide, but at least 31. `steps` (N,) must be increasing, and `values`
-    (N,) must contain at least one finite value. Non-finite values are not drawn. `axis` is the name
-    of the x-axis. A character has 2 x 4 dots.
+    The plot is `width` columns wide, but at least 31. Long limits may make a line wider. `steps`
+    (N,) must be increasing, and `values` (N,) must contain at least one finite value. Non-finite
+    values are not drawn. `axis` is the name of the x-axis. A character has 2 x 4 dots.
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)
@@ -29,4 +29,4 @@ def plot_text(steps: np.ndarray, values: np.ndarray, width: int, axis: str = "st
     labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
     rows = zip(labels, cells.tolist(), strict=True)
     lines = [f"{label:>{MARGIN - 1}} {''.join(map(chr, row))}" for label, row in rows]
-    return [*lines, f"{'':{MARGIN}}{first}{last:>{columns - len(first)}}"]
+    return [*lines, f"{'':{MARGIN}}{first}{last:>{max(0, columns - len(first))}}"]

@@ -22,13 +22,16 @@ class Wandb:
 
     A resumed or rewound run continues the same W&B run, and `resume_from` makes W&B drop the later
     steps. In offline mode, W&B drops them when `wandb sync` uploads the files. If the process was
-    killed, W&B may have lost the last records, so they are logged again from metrics.jsonl.
+    killed, W&B may have lost the last records, so they are logged again from metrics.jsonl. In
+    offline mode, a new W&B run begins if the run restarts from step 0, or if all of its earlier
+    processes were killed.
 
     W&B accepts values only for its newest step. Evaluations and some other records may be about an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
     `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
-    raise W&B's own errors, and `OSError` if the file with the ID cannot be read or written.
+    raise W&B's own errors, `ValueError` if the file with the ID is damaged, and `OSError` if it
+    cannot be read or written or if metrics.jsonl cannot be read.
     """
 
     extra = "wandb"  # required package, and the jaxgpt extra of the same name

@@ -78,6 +78,10 @@ def test_a_table_has_no_colours_even_in_a_terminal(monkeypatch):
     assert "\x1b" not in table_text(("a", "b"), [("1", "2")], 40, title="T")
 
 
+def test_a_table_shows_brackets_and_colons_as_they_are():
+    assert "run[lr=1] [/b] :smile:" in table_text(("run",), [("run[lr=1] [/b] :smile:",)], 40)
+
+
 @pytest.mark.parametrize("width", [20, 80])
 def test_long_lines_are_broken_at_spaces(width):
     text = (

@@ -32,3 +32,8 @@ def test_gaps_and_constant_values_are_drawn():
     assert plot_text(np.arange(3), np.array([np.nan, 2.0, np.nan]), 40)[0].split()[0] == "2"
     rows = plot_text(np.array([5, 6]), np.array([1.0, 1.0]), 40)
     assert rows[-1].split() == ["step", "5", "6"]
+
+
+def test_limits_that_are_longer_than_the_plot_are_shown():
+    *_, axis = plot_text(np.array([10**12, 2 * 10**12]), np.array([1.0, 2.0]), 31, "tokens")
+    assert "1,000,000,000,000" in axis and "2,000,000,000,000" in axis

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import json
+import platform
 import resource
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.csv import read_table, write_table
 from jaxgpt.tracking.jsonl import JsonLines, read_records
 from jaxgpt.tracking.records import CheckpointRecord, EvalRecord, SampleRecord, TrainRecord
-from jaxgpt.tracking.run_files import read_runs
+from jaxgpt.tracking.run_files import RunFiles, read_runs
 from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
 
@@ -478,6 +480,20 @@ def test_a_csv_file_with_a_long_sample_is_read_again(tmp_path):
     rows = [{"step": "5", "text": 200_000 * "a"}]
     write_table(tmp_path / "sample.csv", ["step", "text"], rows)
     assert read_table(tmp_path / "sample.csv") == (["step", "text"], rows)
+
+
+def test_a_row_with_too_many_values_is_dropped_from_a_csv_file(tmp_path):
+    (tmp_path / "eval.csv").write_text("step,loss\n1,2.5\n2,2.42,2.4\n3,2.3\n")
+    columns, rows = read_table(tmp_path / "eval.csv")
+    assert columns == ["step", "loss"] and [row["step"] for row in rows] == ["1", "3"]
+
+
+def test_a_run_whose_lock_cannot_be_checked_is_running_if_it_wrote_recently(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / ".lock").write_text(f"process 1 on host {platform.node()}\n")
+    assert RunFiles(tmp_path, "run").state() == "dead"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert RunFiles(tmp_path, "run").state() == "running"
 
 
 def test_a_folder_that_cannot_be_looked_up_is_no_run(tmp_path):
