@@ -136,8 +136,8 @@ def pending_rewind(directory: Path) -> dict[str, Any] | None:
 def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl.
 
-    A single record of the rewind replaces these steps. If metrics.jsonl is missing or has no
-    records, nothing is written to it.
+    A single record of the rewind replaces these steps. Other records of `PERSISTENT_KINDS` are
+    kept. If metrics.jsonl is missing or has no records, nothing is written to it.
 
     Args:
         directory: the run directory.
