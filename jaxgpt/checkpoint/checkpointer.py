@@ -68,8 +68,8 @@ class Checkpoints:
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
     `save`, `restore` or `close`, all processes agree on whether the checkpoint is complete.
 
-    The caller may set `log`, a function that is called with a record of each completed or failed
-    save. Errors raised by `log` propagate.
+    The caller may set `log`, a function that is called with a record of each completed save, and of
+    each failed save that does not raise an error. Errors raised by `log` propagate.
     """
 
     def __init__(
