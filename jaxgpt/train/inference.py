@@ -39,7 +39,8 @@ def eval_losses(
     The loss of a row is 0 if all its weights are 0.
 
     Args:
-        token_rows: int32 (B, T+1) or `TokenRows`; see `make_batch`.
+        token_rows: int32 (B, T+1) or `TokenRows`; see `make_batch`. B and T must satisfy the
+            conditions of `eval_tokens`.
     """
     batch = make_batch(token_rows, end_of_text=model.config.document_end)
 
@@ -54,9 +55,9 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     """Return the scores (B, T) of all tokens except each row's first, without dropout.
 
     Args:
-        tokens: int32 (B, T+1). T must be divisible by the mesh axes that split positions, and may
-            be smaller than model.block_size. Short rows are padded with `NO_TOKEN`, whose loss is
-            0.
+        tokens: int32 (B, T+1). B must be divisible by the mesh axes that split rows, and T by those
+            that split positions. T may be smaller than model.block_size. Short rows are padded with
+            `NO_TOKEN`, whose loss is 0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:

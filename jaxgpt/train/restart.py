@@ -65,7 +65,7 @@ def restart_from(
     If `checkpoint` is None, the run starts before the first step. If the checkpoint's arrays are
     damaged, the run uses the newest earlier checkpoint that is undamaged. Nothing is renamed or
     removed until all processes have restored the state. After that, damaged checkpoints are
-    quarantined, the rewind is committed, and the abandoned steps are dropped from the logs. All
+    quarantined, the rewind is committed, and the abandoned checkpoints and records are removed. All
     processes call this together.
 
     Raises:

@@ -59,7 +59,10 @@ FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # existing files 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start. All processes hold the same values."""
+    """A run that is ready to start.
+
+    All processes hold the same values, but the data may be at other paths on other hosts.
+    """
 
     config: Config  # with model.vocab_size, `out` and the skip ranges of earlier commands
     directory: Path
@@ -85,7 +88,7 @@ class Run:
         return self.batch_sizes.consumed(step) * self.config.model.block_size
 
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
-        """Return the JSON for a checkpoint of `step`, without the keys that `save_checkpoint` adds.
+        """Return the JSON for a checkpoint of `step`, without the keys that saving it adds.
 
         `rows` loads the training data.
         """
@@ -116,9 +119,10 @@ class Run:
 def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     """Open the data and the run directory, and find the checkpoint to resume from.
 
-    Process 0 makes all decisions and broadcasts them. It creates the run directory and locks it
-    until the job ends. If necessary, it prepares the dataset `python` and the initial weights. The
-    other processes then open the same data. All processes call this together.
+    Process 0 makes all decisions and broadcasts them. It creates the run directory and, if the file
+    system supports locks, locks it until the job ends. If necessary, it prepares the dataset
+    `python` and the initial weights, and copies checkpoints from checkpoint.local. The other
+    processes then open the same data. All processes call this together.
 
     Raises:
         UsageError: on every process, if the configuration is invalid or does not fit the job, if

@@ -308,8 +308,8 @@ class Reporter:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
         The first call opens the trackers instead of rewinding them. `records` explain the restart.
-        On process 0, raises `UsageError` if config.yaml or metrics.jsonl cannot be written, and
-        `OSError` if metrics.jsonl cannot be read.
+        On process 0, the first call raises the same errors as `Trackers`, and later calls raise
+        `UsageError` if config.yaml cannot be written.
         """
         self._run, self._config, self._evaluated = run, run.config, None
         if self._has_started:
@@ -371,8 +371,8 @@ class Reporter:
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
         """Log how the run ended, and close every log and tracker.
 
-        If the last evaluation was after `step`, its losses are appended to `last_line`.
-        `has_failed` is True unless the run has finished or has stopped with a checkpoint.
+        If the last evaluation was at `step`, its losses are appended to `last_line`. `has_failed`
+        is True unless the run has finished, or was stopped by a signal or the time limit.
         """
         self._console.end_progress()
         if self._evaluated is not None and self._evaluated.step == step:
