@@ -18,10 +18,10 @@ class BackgroundTracker:
     """Runs a tracker in its own thread.
 
     A failed call is retried every `PAUSE` seconds, and newer calls wait in a queue. A record is
-    dropped after `ATTEMPTS` failures. While calls fail, each method queues its call and then
-    raises the tracker's latest error. If the tracker is `LIMIT` records behind, `log` drops the
-    record and raises `TimeoutError`. Goodput records between a rewind and the next training record
-    are also dropped.
+    dropped after `ATTEMPTS` failures. While calls fail, `open`, `log` and `rewind` queue their call
+    and then raise the tracker's latest error. If the tracker is `LIMIT` records behind, `log` drops
+    the record and raises `TimeoutError`. Goodput records between a rewind and the next training
+    record are also dropped.
     """
 
     def __init__(self, tracker: Any):

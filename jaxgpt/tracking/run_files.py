@@ -89,7 +89,8 @@ class RunFiles:
     def tokens_at(self, steps: Sequence[float] | np.ndarray) -> np.ndarray:
         """Return the number of tokens consumed up to each step: float64 (N,).
 
-        Values are interpolated between training records, and constant after the last record.
+        Values are interpolated from 0 at step 0 to each training record, and are constant after the
+        last record.
         """
         return np.interp(steps, *self._tokens)
 

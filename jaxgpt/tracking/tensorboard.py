@@ -123,7 +123,7 @@ class TensorBoard:
 
 
 def startup_table(values: Mapping[str, float]) -> str:
-    """Return a Markdown table of the `values` of a `StartupRecord`, with a row for each phase."""
+    """Return a Markdown table of the `values` of a `StartupRecord`: each phase and the total."""
     columns = ("min", "mean", "max", "slowest_rank")
     lines = ["| seconds | min | mean | max | slowest rank |", "|---|---|---|---|---|"]
     for phase in (name.removesuffix("_max") for name in values if name.endswith("_max")):

@@ -27,7 +27,7 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """Where training ended, and why."""
+    """Step at which training ended, and the reason."""
 
     step: int  # the last step, or the step of the checkpoint if training stopped during a restart
     stopping: bool = False  # a signal or the time limit stops the run
