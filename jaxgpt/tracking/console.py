@@ -55,7 +55,7 @@ class Console:
         Printed text is wrapped, and appears above the progress bar. Control characters are
         replaced. If `full` is given, it replaces `text` in the log file. If there is no log file,
         this does nothing. Raises `BrokenPipeError` if the program that reads the output has exited.
-        Any other `OSError` only causes a warning, but after a failed print, nothing is printed.
+        Any other `OSError` only causes a warning. After a failed print, nothing more is printed.
         """
         if self._log is None:
             return
