@@ -137,7 +137,7 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if the column in --sort does not exist, if a file cannot be written, or if
+    Raises `UsageError` if the rows lack the column in --sort, if a file cannot be written, or if
     --png is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
@@ -177,7 +177,7 @@ def goodput_report(run: RunFiles, width: int) -> str:
 
 
 def spikes_report(run: RunFiles, png: Path | None) -> str:
-    """Return a table of a run's spikes, skips and rewinds, and plot the loss curve.
+    """Return a run's spikes, skips and rewinds as text, and plot the loss curve.
 
     The plot is written to the file `png`. If `png` is None, nothing is plotted.
 

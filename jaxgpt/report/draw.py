@@ -35,6 +35,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 def picture(path: Path, *size: float) -> Iterator[Any]:
     """Yield a matplotlib figure of `size` (width, height) inches, then write it to a file.
 
+    The suffix of `path` selects the file format. Without a suffix, the format is PNG.
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     try:
@@ -45,11 +46,11 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
     figure = Figure(figsize=size, layout="constrained")
     yield figure
     with writing("--png", path):
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format=path.suffix[1:] or "png")
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
-    """Plot all panels whose first curve has values, and write the plots to a file.
+    """Plot the panels whose first curve has values in any run, and write the plots to a file.
 
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
@@ -79,8 +80,9 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
 
 def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the start-up times from `start_rows`, and write the plot to a file.
+    """Plot the start-up times (in seconds) from `start_rows`, and write the plot to a file.
 
+    Starts with an unknown time are left out.
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     points = [(r["processes"], r["seconds"]) for r in rows if r["seconds"] is not None]

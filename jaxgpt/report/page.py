@@ -72,7 +72,10 @@ class Plots:
         ]
 
     def update(self) -> None:
-        """Show the current records of the runs."""
+        """Update the existing figures from the records of the runs.
+
+        Call `RunFiles.refresh` first to read new records. Figures are never added.
+        """
         for (i, run), panel in itertools.product(enumerate(self.runs), PANELS):
             *curves, marks = series_of(run, panel, self._limit)
             self._styles[panel.title] = [(series.style, series.label) for series in curves]

@@ -227,6 +227,14 @@ def test_pictures_without_matplotlib_are_refused_in_a_sentence(tmp_path, monkeyp
         draw_png([], tmp_path / "x.png")
 
 
+def test_a_picture_keeps_a_name_without_a_suffix(tmp_path):
+    pytest.importorskip("matplotlib")
+    from jaxgpt.report.draw import draw_png
+
+    draw_png([], tmp_path / "curves")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves"]
+
+
 def test_damaged_lines_are_left_out_and_said(tmp_path, capsys):
     whole = {"kind": "train", "step": 1, "loss": 4.0, "skipped": True}
     spoilt = [json.dumps(whole | {"skipped": 1}), json.dumps(whole | {"step": None}), "{", "\0"]
