@@ -17,7 +17,10 @@ PROG = "python -m jaxgpt.bench"
 
 
 def parser() -> CommandParser:
-    """Return the parser. Each KIND is a module in this folder whose `run` takes the options."""
+    """Return the parser. Each KIND is a module in this folder.
+
+    The module's `run` takes the settings and all options except --json.
+    """
     out = CommandParser(
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

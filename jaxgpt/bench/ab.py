@@ -39,13 +39,13 @@ def run(
     """Time the compiled step without a change and with each `change`.
 
     `settings` are command-line settings, and `parse_change` describes a change. In each of the
-    `rounds` rounds, every variant runs `steps` steps. By default, the unchanged step runs for about
-    1.5 seconds per round. All variants use random tokens as data.
+    `rounds` rounds, every variant runs `steps` steps. By default, `steps_per_round` chooses their
+    number. All variants use random tokens as data.
 
     Raises `UsageError` if the job has several processes, if a setting or an option is invalid, or
     if changed settings have no effect on the step. It is also raised if a change affects the mesh,
-    the data, the vocabulary, or the shapes or shardings of the state. Also raises whatever
-    `open_job`, `Job.start_jax` and `Rounds` raise.
+    the data, the vocabulary, or the shapes or shardings of the state. Raises `RuntimeError` if JAX
+    fails. Also raises whatever `open_job`, `Job.start_jax` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -95,8 +95,9 @@ def run(
 def parse_change(text: str, settings: Sequence[str]) -> Change:
     """Return the change that `text` describes. `settings` are those of the unchanged step.
 
-    Words that begin with xla_ or jax_ are options of XLA or JAX, and all other words are settings.
-    Values of JAX options are parsed as YAML. Raises `UsageError` if a setting is invalid, if an
+    Words that begin with xla_ or jax_ (or --xla_ or --jax_) are options of XLA or JAX, and all
+    other words are settings. Values of JAX options are parsed as YAML. Values of XLA options become
+    text, except for true and false. Raises `UsageError` if a setting is invalid, if an
     option is not followed by `=`, or if the value of a JAX option is malformed. Does not check
     whether an option exists.
     """

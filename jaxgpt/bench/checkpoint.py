@@ -34,7 +34,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
     checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
     directory. Raises `UsageError` if the folder has too little space, if a setting is invalid, or
     if a save fails. Raises `OSError` if a plain file cannot be written or read. Also raises
-    whatever `open_job`, `Job.start_jax` and `Checkpoints.restore` raise.
+    whatever `open_job`, `Job.start_jax`, `save` and `restore` raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -94,8 +94,9 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
     This replaces any earlier checkpoint in the job's folder. Returns the seconds of the slowest
     process as `save_seconds`, and the seconds until training could have continued as
-    `save_blocks_seconds`. All processes call this together. Raises the same errors as
-    `Checkpoints.save` and `Checkpoints.close`.
+    `save_blocks_seconds`. All processes call this together. Raises `OSError` if an earlier
+    checkpoint cannot be removed. Also raises whatever `Checkpoints.save` and `Checkpoints.close`
+    raise.
     """
     checkpoints = Checkpoints(_empty_folder(job, "checkpoint"), config, job.cluster)
 
@@ -117,10 +118,11 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Measure the time to restore the checkpoint, including checksum verification.
+    """Measure the time to restore the checkpoint of `save`, including checksum verification.
 
     Returns the seconds of the slowest process as `restore_seconds`. All processes call this
-    together. Raises the same errors as `Checkpoints.restore`.
+    together. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever
+    `Checkpoints.restore` raises.
     """
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     _drop_cached(job, "checkpoint")

@@ -75,7 +75,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
     If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers with
     the unit x or without a unit get no prefix. Text and booleans get no unit. None is shown as `not
-    known`.
+    known`. Numbers are rounded, except integers with the unit x or without a unit.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -113,7 +113,10 @@ def environment() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, minimum and maximum, with the keys `median`, `least` and `most`."""
+    """Return the median, minimum and maximum as `median`, `least` and `most`.
+
+    `values` must not be empty.
+    """
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
@@ -126,10 +129,10 @@ class Job:
     """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache. Return the config with model.vocab_size, and the mesh.
+        """Start JAX without a compile cache. Return the mesh, and the config of `with_vocabulary`.
 
-        Every process must call this. Raises `UsageError` if the mesh does not fit the devices, the
-        model or the batch size. Also raises whatever `with_vocabulary` and `initialize_jax` raise.
+        Every process must call this. Raises whatever `with_vocabulary`, `initialize_jax` and
+        `job_mesh` raise.
         """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -160,8 +163,9 @@ def open_job(
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
     removed when the block ends, but may remain if a job with several processes fails. SIGTERM and
-    Ctrl-C also remove it, and then terminate the process immediately. Under MPI, they terminate the
-    whole job. The environment variables for the compile cache and the job's start time are deleted.
+    Ctrl-C also remove it, and then terminate the process immediately, even after the block. Under
+    MPI, they terminate the whole job. The environment variables for the compile cache and the job's
+    start time are deleted.
 
     Every process must call this, in its main thread. Raises `UsageError` if `out` is not writable,
     or if `single_process` is set and the job has several processes. Raises `OSError` if the folder

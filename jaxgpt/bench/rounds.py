@@ -71,9 +71,10 @@ class Rounds:
         self._step_arguments = *scalars, trainer.loader.batch(1)
 
     def train(self, n_steps: int) -> float:
-        """Run `n_steps` >= 1 steps in the trainer's loop. Return the seconds per step.
+        """Run `n_steps` >= 1 steps in the trainer's loop. Return this process's seconds per step.
 
-        Raises `UsageError` if training fails. Also raises whatever `run_steps` raises.
+        Output to stdout is discarded. Raises `UsageError` if `run_steps` returns a failure. Also
+        raises whatever `run_steps` raises.
         """
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
@@ -88,9 +89,10 @@ class Rounds:
         return seconds / n_steps
 
     def run_compiled_step(self, n_steps: int, step: Callable[..., Any] | None = None) -> float:
-        """Run the compiled step `n_steps` >= 1 times on one batch. Return the seconds per step.
+        """Run the compiled step `n_steps` >= 1 times on one batch.
 
-        `step` replaces the compiled step, and must take the same arguments.
+        Returns this process's seconds per step. `step` replaces the compiled step, and must have
+        the same arguments and results. Raises `RuntimeError` if JAX fails.
         """
         step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()
@@ -102,9 +104,11 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` runs of the compiled step into `directory`.
+        """Trace `n_steps` >= 1 runs of the compiled step into `directory`.
 
-        Returns the result of `Tracing.stop`, and raises the same errors.
+        Returns the result of `Tracing.stop`. Raises `OSError` if a process other than 0 cannot
+        create a temporary folder. Also raises whatever `Tracing.stop` and `run_compiled_step`
+        raise.
         """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.run_compiled_step(n_steps)

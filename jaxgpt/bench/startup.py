@@ -32,10 +32,13 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     """Time `runs` cold starts of jaxgpt.train, alternating with as many warm starts.
 
     `settings` are command-line settings. For each start, mpiexec starts `processes` processes. If
-    `processes` is None, each start is a single process without mpiexec. Raises `UsageError` if a
-    setting is invalid, if jaxgpt.train reports a usage error, if step 1 is skipped, if mpiexec is
-    needed but missing, or if a launcher started this process. Raises `RuntimeError` if a start
-    fails in another way. Also raises whatever `open_job` raises.
+    `processes` is None, each start is a single process without mpiexec. With compile_cache=off,
+    warm starts also compile.
+
+    Raises `UsageError` if a setting is invalid, if jaxgpt.train reports a usage error, if step 1 is
+    skipped, if mpiexec is needed but missing, or if a launcher started this process. Raises
+    `RuntimeError` if a start fails in another way, or if the imports alone fail. Also raises
+    whatever `open_job` raises.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):

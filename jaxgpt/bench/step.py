@@ -34,13 +34,14 @@ def run(
     profile: Path | None = None,
     rounds: int = ROUNDS,
 ) -> Result:
-    """Time `rounds` rounds of `steps` training steps. By default, a round takes about 1.5 seconds.
+    """Time `rounds` rounds of `steps` training steps, in the trainer's loop and alone.
 
-    `settings` are command-line settings. `synthetic` replaces the data with random tokens.
-    `profile` is the folder for a trace of five more steps.
+    By default, `steps_per_round` chooses the number of steps. `settings` are command-line settings.
+    `synthetic` replaces the data with random tokens. `profile` is the folder for a trace of five
+    more steps.
 
     Raises `UsageError` if a setting is invalid, or if `profile` is not writable. Also raises
-    whatever `open_job`, `Rounds`, `Rounds.train` and `Rounds.profile` raise.
+    whatever `open_job`, `Rounds`, `measure` and `Rounds.profile` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -58,7 +59,8 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
     """Return times, rates and memory by name, as `Value`s or plain values.
 
     `n_steps` is the number of steps per round. If it is None, `steps_per_round` chooses it. All
-    processes call this together. Raises whatever `Rounds.train` raises.
+    processes call this together. Raises whatever `Rounds.train` raises, and `RuntimeError` if JAX
+    fails.
     """
     rounds.train(n_steps or WARM_UP)
     n_steps = n_steps or steps_per_round(rounds)
@@ -89,7 +91,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
 def steps_per_round(rounds: Rounds) -> int:
     """Return how many steps take about `ROUND_SECONDS`, between 1 and `MAX_STEPS`.
 
-    All processes call this together.
+    This trains `WARM_UP` steps. All processes call this together.
     """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))
