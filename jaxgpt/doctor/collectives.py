@@ -178,7 +178,8 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 
     `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes. It is rounded
     up so that the devices along the axis have equal parts. All processes call this together. Raises
-    `ArithmeticError` if the result is wrong. XLA's errors are propagated.
+    `ArithmeticError` if one of up to `CHECKED` elements of a result is wrong. XLA's errors are
+    propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))

@@ -76,7 +76,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return a name for each of this process's devices. Names of GPUs are unique on the host.
+    """Return a name for each of this process's devices. Different GPUs should get different names.
 
     `numbers` are the devices' indices among the visible ones. These indices may not be unique,
     because device 0 may be a different device in every process: `visible` (the value of a variable

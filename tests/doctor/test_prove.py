@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxgpt.config import UsageError
+from jaxgpt.doctor.prove import checks
 from jaxgpt.doctor.prove.checks import CHECKS, memory, profile
 from jaxgpt.doctor.prove.command import markdown, read_results, run_check
 from jaxgpt.doctor.prove.measure import CommandFailed, Commands, row
@@ -118,6 +119,27 @@ def test_memory_is_measured_on_one_gpu_that_the_plan_knows(tmp_path, monkeypatch
     found = run_check(memory, OneGPU(tmp_path / "memory", 60.0, None, "python"))
     assert found["status"] == "missing"
     assert found["reason"] == "a row for NVIDIA Z9 in jaxgpt/perf/hardware.py"
+
+
+class NoPeak(Commands):
+    """Answers `bench step` as on a device that does not report its peak memory."""
+
+    def json(self, module, *words, **variables):
+        return {"device_kind": "NVIDIA H200", "peak_bytes": None}
+
+
+def test_memory_without_a_measured_peak_is_missing(tmp_path):
+    found = run_check(memory, NoPeak(tmp_path / "memory", 60.0))
+    assert found["status"] == "missing" and "peak memory" in found["reason"]
+
+
+@pytest.mark.parametrize("loss", [2.5, None])
+def test_a_non_finite_loss_misses_the_goal(tmp_path, monkeypatch, loss):
+    histories = iter([[(2.5, 1.0), (2.0, 1.0)], [(loss, 1.0), (2.0, None)]])
+    monkeypatch.setattr(checks, "train", lambda *words: tmp_path)
+    monkeypatch.setattr(checks, "_history", lambda out: next(histories))
+    [found] = checks.numerics(Commands(tmp_path, 60.0))
+    assert found.met == (loss is not None)
 
 
 class EmptyTrace(Commands):

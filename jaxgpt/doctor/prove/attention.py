@@ -33,9 +33,9 @@ def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
 
     Returns the output error, the largest gradient error, and the kernel's name with the reason why
     it was chosen. An error is the largest absolute difference from the float32 result, divided by
-    that result's largest absolute value. `settings` override the gpt2 preset. The inputs have shape
-    (2, T, heads, 64), where T is 256 on a CPU and otherwise 1024. Raises `UsageError` if a setting
-    is invalid.
+    that result's largest absolute value. `settings` override the gpt2 preset, but must keep its 12
+    heads of size 64. The inputs have shape (2, T, heads, 64), where T is 256 on a CPU and otherwise
+    1024. Raises `UsageError` if a setting is invalid.
     """
     T = 256 if jax.default_backend() == "cpu" else 1024
     config = load_config("gpt2", *settings)

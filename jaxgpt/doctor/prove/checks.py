@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.cluster.hardware import accelerator_expected
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import dataset_directory
@@ -143,7 +145,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 
 
 def numerics(commands: Commands) -> Iterator[Row]:
-    """Compare each step's bfloat16 loss with its float32 loss.
+    """Compare each step's bfloat16 loss with its float32 loss. A non-finite loss misses the goal.
 
     Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
     `Commands.run` raises.
@@ -198,8 +200,8 @@ def memory(commands: Commands) -> Iterator[Row]:
     """Compare the memory and step time that `plan` predicts with the results of `bench step`.
 
     A step time that `plan` does not predict is left out. Reuses the measurements of earlier checks.
-    Raises `Missing` if the hardware table does not have this GPU. Also raises whatever
-    `Commands.json` raises.
+    Raises `Missing` if the hardware table does not have this GPU, or if the peak memory is unknown.
+    Also raises whatever `Commands.json` raises.
     """
     for name, (_, settings) in _steps(commands).items():
         saved = _saved_step(commands, name)
@@ -207,6 +209,8 @@ def memory(commands: Commands) -> Iterator[Row]:
         device = find_device(found["device_kind"])
         if commands.on_gpu and device is None:
             raise Missing(f"a row for {found['device_kind']} in jaxgpt/perf/hardware.py")
+        if found["peak_bytes"] is None:
+            raise Missing("a device that reports its peak memory")
         device_name = device.name if device else "cpu"
         plan = commands.json("jaxgpt.plan", "--device", device_name, "--mesh", "1,1,1", *settings)
         planned, used = plan["memory"]["total"], found["peak_bytes"]
@@ -269,7 +273,7 @@ def shakespeare(commands: Commands) -> Iterator[Row]:
 
     If the dataset does not exist, it is prepared from `commands.text`. Raises `Missing` if there is
     neither a dataset nor a text. Raises `ValueError` if no validation loss is finite. Also raises
-    whatever `Commands.run` raises.
+    whatever `Commands.run` and `dataset_directory` raise.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         if commands.text is None:
@@ -289,7 +293,7 @@ Check = tuple[Callable[[Commands], Iterator[Row]], float]
 
 
 def ab_check(changes: Sequence[str]) -> dict[str, Check]:
-    """Return an entry of `CHECKS` that times `changes`."""
+    """Return a check of `changes` by name, in the format of `CHECKS`."""
     return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), 90)}
 
 
@@ -370,7 +374,9 @@ def _relative_difference(
 ) -> float:
     """Return the largest relative difference between the losses at a step and those in `expected`.
 
-    Both arguments have (loss, gradient norm) for the same steps. Raises `ValueError` if they have
-    different lengths.
+    Both arguments have (loss, gradient norm) for the same steps. Returns NaN if a loss is None.
+    Raises `ValueError` if the arguments have different lengths or are empty.
     """
-    return max(abs(x - y) / abs(y) for (x, _), (y, _) in zip(found, expected, strict=True))
+    pairs = [(x, y) for (x, _), (y, _) in zip(found, expected, strict=True)]
+    losses, of = np.array(pairs, float).T
+    return float(np.max(np.abs(losses - of) / np.abs(of)))

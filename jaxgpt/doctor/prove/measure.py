@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The value with its unit, rounded for display, or "-" if there is none."""
+        """The value as text, or "-" if there is none. Numbers are rounded, with their unit."""
         if isinstance(self.value, str) or self.value is None:
             return self.value or "-"
         if self.unit == "%":
