@@ -63,10 +63,12 @@ def main(argv: list[str] | None = None) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Start JAX with simulated CPU devices, and return the text that the command prints.
 
-    `arguments` come from `parser`, and `rest` holds settings for jaxgpt.train. This also sets
-    XLA_FLAGS. Raises `UsageError` if an option or a setting is invalid or incompatible with the
-    mesh or the device, or if --advise finds no mesh. Also raises whatever `parse_args`,
-    `with_vocabulary` and `add_xla_flags` raise.
+    `arguments` come from `parser`, and `rest` holds settings for jaxgpt.train. JAX must not have
+    started yet. This also sets XLA_FLAGS and JAX settings.
+
+    Raises `UsageError` if an option or a setting is invalid or incompatible with the mesh or the
+    device, or if --advise finds no mesh. Also raises whatever `parse_args`, `with_vocabulary` and
+    `add_xla_flags` raise.
     """
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)

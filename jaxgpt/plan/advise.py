@@ -59,8 +59,8 @@ def search_layouts(
     compiled.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
-    JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices, and
-    config.model.vocab_size must be set.
+    JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must
+    divide `n_devices`, and config.model.vocab_size must be set.
 
     Raises:
         UsageError: for the same reasons as in `compile_step`.

@@ -159,9 +159,10 @@ def optimizer_flops(config: Config, shape: MeshShape) -> int:
 def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
-    Only the number of replicas changes, so each device stores the same number of bytes. If the
-    layout has two or more replicas, at least two remain. If the replicas divide the batch evenly,
-    each replica processes the same number of rows as before.
+    Only the number of replicas and the batch size change, so each device stores the same number of
+    bytes of state. If the layout has two or more replicas, at least two remain. If the replicas
+    divide the batch evenly, each replica processes the same number of rows as before. A size of -1
+    for the replica axis counts as 1.
     """
     axis = replica_axis()
     n = max(1, shape[axis])
