@@ -17,6 +17,7 @@ from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.bench.step import ROUNDS, steps_per_round
 from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
+from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.roofline import read_work
 from jaxgpt.train.compiled import CompiledFunctions, make_steps
@@ -44,8 +45,9 @@ def run(
 
     Raises `UsageError` if the job has several processes, if a setting or an option is invalid, or
     if changed settings have no effect on the step. It is also raised if a change affects the mesh,
-    the data, the vocabulary, or the shapes or shardings of the state. Raises `RuntimeError` if JAX
-    fails. Also raises whatever `open_job`, `Job.start_jax` and `Rounds` raise.
+    the data (except data.document_mask), the vocabulary, or the shapes or shardings of the state or
+    the batch. Raises `RuntimeError` if JAX fails. Also raises whatever `open_job`, `Job.start_jax`
+    and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -148,9 +150,8 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     """
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
-    steps = make_steps(
-        config.replace(data__document_mask=change.config.data.document_mask), base.mesh
-    )
+    config = config.replace(data__document_mask=change.config.data.document_mask)
+    steps = make_steps(with_vocabulary(config), base.mesh)
 
     def arguments(of: CompiledFunctions) -> Any:
         return jax.tree.map(

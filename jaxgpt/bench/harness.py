@@ -129,7 +129,7 @@ class Job:
     """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache. Return the mesh, and the config of `with_vocabulary`.
+        """Start JAX without a compile cache. Return the result of `with_vocabulary`, and the mesh.
 
         Every process must call this. Raises whatever `with_vocabulary`, `initialize_jax` and
         `job_mesh` raise.

@@ -12,15 +12,20 @@ MLP = "model.mlp=gelu_tanh xla_cpu_enable_fast_math=false jax_optimization_level
 
 
 def test_steps_take_turns_with_and_without_each_change(tmp_path):
-    remat, cache = "parallel.remat=full", f"compile_cache={tmp_path}"
-    job = run("bench", "ab", *TINY, cache, "--change", remat, "--change", MLP, "--json")
+    remat, mask, cache = (
+        "parallel.remat=full",
+        "data.document_mask=True",
+        f"compile_cache={tmp_path}",
+    )
+    words = [word for change in (remat, MLP, mask) for word in ("--change", change)]
+    job = run("bench", "ab", *TINY, cache, *words, "--json")
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout.splitlines()[-1])
-    assert set(found["ratio"]) == {remat, MLP}
+    assert set(found["ratio"]) == {remat, MLP, mask}
     assert all(
         0 < ratio["least"] <= ratio["median"] <= ratio["most"] for ratio in found["ratio"].values()
     )
-    assert set(found["seconds_per_step"]) == {"unchanged", remat, MLP}
+    assert set(found["seconds_per_step"]) == {"unchanged", remat, MLP, mask}
     moved = found["bytes_moved"]
     assert moved[remat] > moved["unchanged"] > 0  # the layer is computed again
     assert list(tmp_path.rglob("*train_step*"))  # compiled programs for the next run
