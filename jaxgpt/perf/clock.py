@@ -56,7 +56,7 @@ class Clock:
 
     @contextlib.contextmanager
     def within(self, activity: str) -> Iterator[None]:
-        """Count the time in this block as an activity, then return to the previous activity."""
+        """Switch to an activity for the duration of this block, then return to the previous one."""
         before = self._activity
         self.enter(activity)
         try:

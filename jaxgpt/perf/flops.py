@@ -18,7 +18,7 @@ SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs that a CPU device performs in five minu
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Return one device's dense peak FLOP/s for a dtype such as bfloat16, or None if unknown.
 
-    `device_kind` is JAX's name of the device.
+    `device_kind` is JAX's name of the device. On NVIDIA GPUs, float32 gives the peak for TF32.
     """
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None
@@ -59,7 +59,10 @@ class StepTimer:
 
     @contextlib.contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Count the time in this block, except suspensions, as waiting for a device."""
+        """Count the time in this block, except suspensions, as waiting for a device.
+
+        If the block raises an error, its time is not counted.
+        """
         start, stalled = time.perf_counter(), self._stalled()
         yield
         seconds = time.perf_counter() - start - (self._stalled() - stalled)

@@ -56,8 +56,8 @@ class Tracing:
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
         `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
         On GPUs, `may_be_incomplete` is True if the operations take less than half of the step time.
-        Raises `RuntimeError` if JAX cannot write the trace, and `ValueError` if the trace is
-        missing.
+        Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
+        `ValueError` if the trace is missing.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -84,7 +84,8 @@ class StepProfile:
     """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
-    step. All processes call every method. `after` and `close` raise whatever `Tracing.stop` raises.
+    step. All processes call every method. `before` raises `OSError` if a process other than 0
+    cannot create a temporary folder. `after` and `close` raise whatever `Tracing.stop` raises.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
