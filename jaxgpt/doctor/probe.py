@@ -80,8 +80,8 @@ def check_devices() -> None:
     try:
         for device in jax.local_devices():
             jax.block_until_ready(jax.device_put(jnp.arange(8), device) + 1)
-    except RuntimeError as error:
-        line = str(error).partition("\n")[0]
+    except (RuntimeError, AssertionError) as error:  # an AssertionError has no message
+        line = str(error).partition("\n")[0] or "no such devices"
         raise UsageError(f"the devices of {platform.node()} do not respond: {line}") from None
     if accelerator_expected() and jax.default_backend() == "cpu":
         raise UsageError(f"JAX found none of the accelerators of {platform.node()}")
