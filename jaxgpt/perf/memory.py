@@ -102,9 +102,10 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     """Return a lower bound on a device's bytes of attention scores: T x T per row, layer and head.
 
     The `xla` kernel stores at least half of the scores, in two or more bytes each. With
-    rematerialization, only one layer counts. A CPU may process its rows one at a time. The bound is
-    0 with a sliding window, or if the kernel might not store scores. No size in `shape` may be -1.
-    Raises `UsageError` if model.attention is unknown.
+    rematerialization, only one layer counts. In a pipeline, only one group of layers counts. A CPU
+    may process its rows one at a time. The bound is 0 with a sliding window, or if the kernel might
+    not store scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is
+    unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")
@@ -112,6 +113,7 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
         return 0
     one_by_one = on_cpu and shape.splits_only_batch
     rows = 1 if one_by_one else config.microbatch_size // shape.split_of("splits_batch")
-    layers = model.n_layer // shape.split_of("splits_layers") if remat == "none" else 1
+    groups = shape.split_of("splits_layers") * config.parallel.stage_repeats
+    layers = model.n_layer // groups if remat == "none" else 1
     parts = shape.split_of("splits_heads", "splits_sequence")
     return rows * layers * model.n_head * model.block_size**2 // parts
