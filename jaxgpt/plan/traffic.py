@@ -96,8 +96,12 @@ def step_work(config: Config, mesh: MeshShape) -> Work:
 
 
 def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
-    """Return the division of the layers into pipeline stages."""
-    stages, repeats = mesh.split_of("splits_layers"), config.parallel.stage_repeats
+    """Return the division of the layers into pipeline stages.
+
+    Without a pipeline, there is one group, and parallel.stage_repeats is ignored.
+    """
+    stages = mesh.split_of("splits_layers")
+    repeats = config.parallel.stage_repeats if stages > 1 else 1
     return LayerGroups(config.model.n_layer, stages, repeats, len(layer_pattern(config.model)))
 
 

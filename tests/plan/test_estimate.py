@@ -11,6 +11,7 @@ from jaxgpt.plan.advise import Estimator, search_layouts
 from jaxgpt.plan.estimate import layer_activations, memory_traffic
 from jaxgpt.plan.layout import MATMUL_EFFICIENCY, Plan, plan_layout
 from jaxgpt.plan.program import with_fewer_replicas
+from jaxgpt.plan.traffic import layer_groups
 from jobs import limited_devices
 
 MEDIUM = (
@@ -219,3 +220,10 @@ def test_devices_do_the_same_with_fewer_replicas():
     assert with_fewer_replicas(config, MeshShape(2048))[1] == MeshShape(2048)
     pipeline = MeshShape(6, 2, 8, stage=64)
     assert with_fewer_replicas(config, pipeline)[1] == MeshShape(2, 2, 8, stage=64)
+
+
+@pytest.mark.parametrize(("stages", "sizes"), [(1, [12]), (2, [2] * 6)])
+def test_repeats_split_layers_only_in_a_pipeline(stages, sizes):
+    words = ("model.n_layer=12", "parallel.schedule=circular", "parallel.stage_repeats=3")
+    config = load_config("tiny", *words)
+    assert layer_groups(config, MeshShape(stage=stages)).sizes == sizes
