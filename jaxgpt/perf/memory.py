@@ -103,13 +103,18 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
 
     The `xla` kernel stores at least half of the scores, in two or more bytes each. With
     rematerialization, only one layer counts. In a pipeline, only one group of layers counts. A CPU
-    may process its rows one at a time. The bound is 0 with a sliding window, or if the kernel might
-    not store scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is
-    unknown.
+    may process its rows one at a time. The bound is 0 with a sliding window, if a ring may replace
+    the kernel, or if the kernel might not store scores. No size in `shape` may be -1. Raises
+    `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")
-    if model.sliding_window or not is_certain:
+    may_use_ring = (  # a ring works only with model.attention=auto or blockwise
+        model.attention == "auto"
+        and shape.split_of("splits_sequence") > 1
+        and config.parallel.context_impl != "ulysses"
+    )
+    if model.sliding_window or may_use_ring or not is_certain:
         return 0
     one_by_one = on_cpu and shape.splits_only_batch
     rows = 1 if one_by_one else config.microbatch_size // shape.split_of("splits_batch")

@@ -13,3 +13,13 @@ def test_a_pipeline_stores_the_scores_of_one_group_of_layers():
         for n in (1, 2)
     )
     assert once == 2 * twice > 0
+
+
+def test_a_ring_stores_no_scores():
+    words = ("model.dropout=0", "parallel.mesh=context=2")
+    shape = MeshShape(context=2)
+    ring, ulysses = (
+        score_bytes(load_config("tiny", *words, f"parallel.context_impl={impl}"), shape, True)
+        for impl in ("ring", "ulysses")
+    )
+    assert ring == 0 < ulysses
