@@ -32,9 +32,11 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings. By default, the
     checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
-    directory. Raises `UsageError` if the folder has too little space, if a setting is invalid, or
-    if a save fails. Raises `OSError` if a plain file cannot be written or read. Also raises
-    whatever `open_job`, `Job.start_jax`, `save` and `restore` raise.
+    directory. If checkpoint.local is set, empty folders remain there.
+
+    Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
+    fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever
+    `open_job`, `Job.start_jax`, `save` and `restore` raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]

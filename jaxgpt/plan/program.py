@@ -65,7 +65,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
     float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls are replaced
     by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory. Layers are
-    scanned. For `cpu`, only `with_fewer_replicas` changes the step.
+    scanned. For `cpu`, only `with_fewer_replicas` changes the step. Loss masks of the data are
+    ignored.
 
     JAX must already simulate the devices of the mesh that `with_fewer_replicas` returns, and
     config.model.vocab_size must be set.
