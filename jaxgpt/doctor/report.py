@@ -41,9 +41,10 @@ def run_checks(
     """Run all checks, print the report on process 0, and return an exit status.
 
     `found` is the result of `initialize_jax`. `shape` is a mesh of all devices. If it is None,
-    `default_mesh_shape` chooses the mesh. `directory` is the run directory to check. Every process
-    must call this. The status is 1 if a check is FAIL, otherwise 0. Raises whatever `collect_facts`
-    and `directory_checks` raise.
+    `default_mesh_shape` chooses the mesh. `directory` is the run directory to check. If a
+    collective fails, training is not tried and counts as failed. Every process must call this. The
+    status is 1 if a check is FAIL, otherwise 0. Raises whatever `collect_facts` and
+    `directory_checks` raise.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
