@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxgpt.cluster.process_group import join_process_group
     from jaxgpt.config import Config, UsageError
-    from jaxgpt.library import Trainer, batches, load_config, load_model
+    from jaxgpt.evaluate.model import Model
+    from jaxgpt.library import StepBatch, Trainer, batches, load_config, load_model
+    from jaxgpt.tracking.records import EvalRecord
+    from jaxgpt.train.state import TrainState
 
 __version__ = "0.1.0"
 __all__ = [
     "Config",
+    "EvalRecord",
+    "Model",
+    "StepBatch",
+    "TrainState",
     "Trainer",
     "UsageError",
     "batches",
@@ -26,6 +33,9 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers read the imports above
     _MODULES = {
         "Config": "jaxgpt.config",
+        "EvalRecord": "jaxgpt.tracking.records",
+        "Model": "jaxgpt.evaluate.model",
+        "TrainState": "jaxgpt.train.state",
         "UsageError": "jaxgpt.config",
         "join_process_group": "jaxgpt.cluster.process_group",
     }

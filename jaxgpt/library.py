@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +40,7 @@ from jaxgpt.evaluate.model import (
     copied,
     find_trained,
     is_count,
+    is_integer,
     run_folder,
     without_training,
 )
@@ -165,8 +166,10 @@ def load_model(
     where = _path("run", run, "the path of a run directory or of a Hugging Face model")
     cluster = _cluster(cluster, "jaxgpt.load_model")
     with run_folder(where, cluster) as folder:
-        trained = cluster.run_on_all(find_trained, folder, step, mesh, dtype)
-        return Model(trained, batch_size, cluster)
+        trained = cluster.run_on_all(find_trained, folder, _step(step), mesh, dtype)
+        model = Model(trained, batch_size, cluster)
+    model.trained = dataclasses.replace(trained, where=where)  # the folder may be temporary
+    return model
 
 
 class Trainer:
@@ -174,7 +177,7 @@ class Trainer:
 
     With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
     bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
-    run directory only in `save`. A trainer detects loss spikes, but does not rewind.
+    run directory only in `save`. A trainer does not rewind at loss spikes.
 
     All processes of a job must call a trainer's methods together.
     """
@@ -218,7 +221,9 @@ class Trainer:
         self._state: TrainState | None = None
         self._lock = threading.RLock()  # held while `_state` is used or replaced
         self._in_train = threading.Lock()
-        self._folders: set[Path] = set()  # run directories that this trainer may add checkpoints to
+        self._folders: dict[Path, int] = {}  # run directory -> last step saved or restored there
+        self._history: list[dict[str, Any]] = []
+        self._n_on_host = 0  # number of records in `_history` that have been copied to the host
 
     def __repr__(self) -> str:
         config, at = self.config, f"step {self.step} of {self.config.train.max_iters}"
@@ -286,9 +291,10 @@ class Trainer:
         By default, train the remaining steps up to train.max_iters, and return an empty list if
         there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
         `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
-        and `grad_norm` are None. Raises `UsageError` if an argument is invalid, if the data or the
-        initial weights cannot be read, or if `train` or `restore` is already running. Raises
-        `RuntimeError` if JAX fails, and whatever `report` raises.
+        and `grad_norm` are None. Non-finite values cause a Python warning at the end. Raises
+        `UsageError` if an argument is invalid, if the data or the initial weights cannot be read,
+        or if `train` or `restore` is already running. Raises `RuntimeError` if JAX fails, and
+        whatever `report` raises.
         """
         with self._alone():
             return self._train(n_steps, report)
@@ -304,18 +310,12 @@ class Trainer:
             raise UsageError(
                 f"report={report!r}: must be a function of one argument, such as print"
             )
-        import jax
-
         from jaxgpt.runtime.dispatch import DispatchLimiter
         from jaxgpt.train.step import STEP_METRICS
 
-        def as_floats(record: Mapping[str, Any]) -> dict[str, float | None]:
-            values = {name: record[name] for name in ("step", *STEP_METRICS)}
-            return {k: None if x is None else np.asarray(x).item() for k, x in values.items()}
-
         todo = range(self.step + 1, self.step + n_steps + 1)
         skips = SkipRanges(skip_ranges(self.config))
-        found: list[dict[str, Any]] = []
+        first = len(self._history)
         train_step, dispatched = self._train_step, DispatchLimiter()
         with contextlib.closing(self.loader.batches(s for s in todo if s not in skips)) as loaded:
             for step in todo:
@@ -331,10 +331,42 @@ class Trainer:
                     scalars = metrics.scalars
                 self._step = step
                 dispatched.add(scalars["loss"])  # None for a skipped step
-                found.append({"step": step, **scalars})
+                self._history.append({"step": step, **scalars})
                 if report:
-                    report(as_floats(found[-1]))
-        return [as_floats(record) for record in jax.device_get(found)]
+                    self._read_history()
+                    report(dict(self._history[-1]))
+        self._read_history()
+        found = [dict(record) for record in self._history[first:]]
+        values = {r["step"]: [x or 0 for x in (r["loss"], r["grad_norm"])] for r in found}
+        bad = [step for step, numbers in values.items() if not np.isfinite(numbers).all()]
+        if bad:
+            warnings.warn(
+                f"steps with a non-finite loss or gradient: {len(bad)}, up to step {bad[-1]}; "
+                "lower optimizer.learning_rate, or restore a checkpoint",
+                stacklevel=3,
+            )
+        return found
+
+    @property
+    def history(self) -> list[dict[str, float | None]]:
+        """The metrics of all steps since this trainer was made or restored; see `train`.
+
+        They include the steps of interrupted calls. Raises `RuntimeError` if JAX fails.
+        """
+        self._read_history()
+        return [dict(record) for record in self._history]
+
+    def _read_history(self) -> None:
+        """Copy the new records in `_history` from the devices."""
+        import jax
+
+        with self._lock:
+            first, end = self._n_on_host, len(self._history)
+            new = jax.device_get(self._history[first:end])
+            for record in new:
+                for name, value in record.items():
+                    record[name] = None if value is None else np.asarray(value).item()
+            self._history[first:end], self._n_on_host = new, end
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -421,7 +453,7 @@ class Trainer:
                     atomic_write_text(directory / "config.yaml", config.to_yaml())
 
             self.cluster.run_on_all(prepare)
-            self._folders.add(directory)
+            self._folders[directory] = self.step
             meta = {
                 **dataclasses.replace(self._run, config=config).checkpoint_meta(
                     self.loader, self.step
@@ -439,6 +471,11 @@ class Trainer:
         if directory not in self._folders and (saved or (directory / METRICS).exists()):
             raise UsageError(
                 f"{directory}: holds another run; restore that run first, or give another folder"
+            )
+        if saved and self._folders[directory] < saved[-1] < self.step:
+            raise UsageError(
+                f"{directory}: another trainer or command saved step {saved[-1]}; "
+                "restore it first, or give another folder"
             )
         if saved and saved[-1] >= self.step:
             raise UsageError(
@@ -467,7 +504,8 @@ class Trainer:
         from jaxgpt.train.state import restore_state
 
         directory = Path(expand_user(_path("run", run))).absolute()
-        step = self.cluster.broadcast(self.cluster.run_on_all(choose_checkpoint, directory, step))
+        step = self.cluster.run_on_all(choose_checkpoint, directory, _step(step))
+        step = self.cluster.broadcast(step)
         meta = self.cluster.run_on_all(read_meta, directory, step)
         _warn(
             self.cluster.run_on_all(check_resume, self.config, directory, step, meta, self.dataset)
@@ -483,7 +521,8 @@ class Trainer:
             resume_meta=meta, init_folder=init_folder, init_step=init_step,
         )  # fmt: skip
         with self._lock, _interrupts_deferred():
-            self._state, self._run, self._step, self._folders = state, restored, step, {directory}
+            self._state, self._run, self._step = state, restored, step
+            self._folders, self._history, self._n_on_host = {directory: step}, [], 0
             self.loader.batch_sizes = restored.batch_sizes
             self._update_model()
 
@@ -493,6 +532,13 @@ def _path(name: str, value: str | Path, what: str = "the path of a run directory
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise UsageError(f"{name}={shorten(repr(value))}: must be {what}")
     return str(value)
+
+
+def _step(step: int | None) -> int | None:
+    """Return the argument `step`. Raise `UsageError` if it is not an integer or None."""
+    if not (step is None or is_integer(step)):
+        raise UsageError(f"step={step!r}: must be a whole number; None means the newest")
+    return step
 
 
 def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
@@ -527,4 +573,4 @@ def _warn(notes: Iterable[str]) -> None:
     """Issue the warnings in log lines as Python warnings."""
     for line in notes:
         if line.startswith("warning: "):
-            warnings.warn(line.removeprefix("warning: "), stacklevel=3)
+            warnings.warn(line.removeprefix("warning: "), stacklevel=4)

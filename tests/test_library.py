@@ -103,6 +103,54 @@ def test_scores_of_texts_are_the_losses_of_their_logits(run):
         np.testing.assert_allclose(nats, expected, atol=1e-5)
 
 
+def test_rows_of_a_batch_can_be_scored_with_their_last_target():
+    trainer = trainer_on("1,1,1")
+    (batch,) = jaxgpt.batches(trainer.config, [1])
+    with devices_of("1,1,1"):
+        scores = np.stack([losses for (losses,) in trainer.model.score(batch.tokens)])
+        (record,) = trainer.train(1)
+    assert scores.shape == (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
+    assert scores.mean() == pytest.approx(record["loss"], rel=1e-6)
+
+
+def test_a_trainer_remembers_the_steps_of_an_interrupted_call():
+    trainer = trainer_on("1,1,1", *SKIP)
+
+    def interrupt(record):
+        if record["step"] == 4:
+            raise KeyboardInterrupt
+
+    with devices_of("1,1,1"):
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train(report=interrupt)
+        rest = trainer.train()
+        again = trainer_on("1,1,1", *SKIP).train()
+    assert [record["step"] for record in rest] == [5, 6]
+    assert trainer.history == again
+
+
+def test_a_step_that_is_not_finite_causes_a_warning(tmp_path):
+    trainer = trainer_on("1,1,1", "faults.nan_step=2")
+    warned = pytest.warns(UserWarning, match="non-finite loss or gradient: 1, up to step 2")
+    with devices_of("1,1,1"), warned:
+        trainer.train(3)
+
+
+def test_two_trainers_do_not_mix_their_checkpoints(tmp_path):
+    one, other = trainer_on("1,1,1"), trainer_on("1,1,1", "train.seed=5")
+    with devices_of("1,1,1"):
+        one.save(tmp_path)
+        other.restore(tmp_path)
+        other.train(1)
+        other.save(tmp_path)
+        one.train(2)
+        with pytest.raises(jaxgpt.UsageError, match="another trainer or command saved step 1"):
+            one.save(tmp_path)
+        other.train(1)
+        other.save(tmp_path)
+    assert list_checkpoints(tmp_path)[-1] == 2
+
+
 def test_a_trainer_and_a_model_describe_themselves(run):
     trainer = trainer_on("1,2,1")
     layers, width, mlp = 1, 64, 4 * 64  # SMALL, without biases
@@ -111,7 +159,11 @@ def test_a_trainer_and_a_model_describe_themselves(run):
     assert repr(trainer) == f"<jaxgpt.Trainer: shakespeare_char_cpu, {of_size}, at step 0 of 6>"
     with devices_of("1,2,1"):
         model = trainer.model
+        assert len(repr(trainer.state)) < 200 and f"params ({n + 32 * width:,})" in repr(
+            trainer.state
+        )
     assert repr(model) == f"<jaxgpt model: n_layer=1 n_embd=64, {of_size}, at step 0>"
+    assert model.step == 0 and isinstance(model, jaxgpt.Model)
 
 
 def test_a_value_may_be_a_string_as_in_the_command():
@@ -261,7 +313,7 @@ def refusals(home):
     yield lambda: loaded.logits([[]]), "tokens: an array of shape (1, 0)"
     yield lambda: loaded.logits([[1, 2], [3]]), "tokens: all sequences in a batch must have"
     yield lambda: loaded.logits([256]), "tokens: 256 is not in the vocabulary of 256"
-    yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is longer than"
+    yield lambda: loaded.logits([1] * 33), "tokens: a sequence of 33 tokens is too long for"
     yield lambda: loaded.generate(temperature=-1), "temperature=-1: must be 0, or"
     for name, value in (
         ("temperature", "1"),
@@ -282,6 +334,12 @@ def refusals(home):
         load = functools.partial(jaxgpt.load_model, home, batch_size=size)
         yield load, f"batch_size={size}: must be a whole number"
     yield lambda: trainer.train(1, report=3), "report=3: must be a function"
+    for step in ("3", 3.0, True):
+        for f in (trainer.restore, jaxgpt.load_model):
+            yield (
+                lambda f=f, step=step: f(home, step=step),
+                f"step={step!r}: must be a whole number",
+            )
     for path in (3, None, ""):
         use = f"run={path!r}: must be the path of a run directory"
         yield from ((lambda f=f, path=path: f(path), use) for f in (trainer.save, trainer.restore))

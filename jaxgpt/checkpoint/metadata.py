@@ -171,7 +171,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
     if not steps:
         remedy = "give a run directory that has one"
         if is_step(run.name) and run.parent.name == "checkpoints":
-            remedy = f"give --run {run.parent.parent} --step {run.name}"
+            remedy = f"give {run.parent.parent}, and {run.name} as the step"
         raise UsageError(f"{run}: has no checkpoints yet; {remedy}")
     if step is None:
         return steps[-1]

@@ -253,6 +253,11 @@ class Model:
             return function(self._params, *arguments)
 
     @property
+    def step(self) -> int:
+        """The step that produced the parameters."""
+        return self.trained.step
+
+    @property
     def block_size(self) -> int:
         """Length T of the longest row."""
         return self.trained.block_size
@@ -263,7 +268,8 @@ class Model:
         if self.trained.tokenizer is None:
             raise UsageError(
                 f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
-                "the weights with --tokenizer, or use generate_tokens"
+                "the weights with `python -m jaxgpt.convert from-hf --tokenizer`, or use "
+                "generate_tokens"
             )
         return self.trained.tokenizer
 
@@ -288,9 +294,9 @@ class Model:
 
         Losses are float32 in nats, and tokens are int32 IDs. Element i refers to token i + 1 of the
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
-        0. `rows` may also be a list of sequences of at most `block_size` token IDs. In that case,
-        both have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise
-        `UsageError` as in `logits`. Also raises whatever `rows.read` raises. On a terminal, process
+        0. `rows` may also be a list of sequences of at most `block_size` + 1 token IDs. Then both
+        have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise `UsageError` as
+        in `logits`. Also raises whatever `rows.read` raises. On a terminal, process
         0 shows a progress bar.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
@@ -299,7 +305,7 @@ class Model:
         if not isinstance(rows, Rows):
             if not isinstance(rows, Iterable):
                 raise UsageError(f"rows={rows!r}: must be a list of sequences of token IDs")
-            texts = [self._check_tokens(row, "(T,)") for row in rows]
+            texts = [self._check_tokens(row, "(T,)", self.block_size + 1) for row in rows]
             longest = max((text.size for text in texts), default=1)
             rows = Rows(len(texts), self.row_length(longest - 1), texts.__getitem__)
             for text, scores in zip(texts, self.score(rows, with_likeliest), strict=True):
@@ -344,9 +350,12 @@ class Model:
         self,
         tokens: Sequence[int] | np.ndarray,
         shapes: str = "(T,) or (B, T)",
+        longest: int | None = None,
         truncate: bool = False,
     ) -> np.ndarray:
         """Return token IDs as an integer array. `shapes` lists the accepted shapes.
+
+        `longest` is the maximum length T; by default, `block_size`.
 
         With `truncate`, return only the last `block_size` tokens. Raises `UsageError` if the tokens
         are invalid.
@@ -364,10 +373,11 @@ class Model:
             )
         if truncate:
             given = given[..., -self.block_size :]
-        if given.shape[-1] > self.block_size:
+        if given.shape[-1] > (longest or self.block_size):
             raise UsageError(
-                f"tokens: a sequence of {given.shape[-1]} tokens is longer than "
-                f"model.block_size={self.block_size}; give at most that many tokens"
+                f"tokens: a sequence of {given.shape[-1]} tokens is too long for "
+                f"model.block_size={self.block_size}; give at most {longest or self.block_size} "
+                "tokens"
             )
         outside = given[(given < 0) | (given >= vocab_size)]
         if outside.size:
@@ -536,7 +546,7 @@ class Model:
             key, value = ("n_tokens", n_tokens) if not is_count(n_tokens) else ("at_once", at_once)
             raise UsageError(f"{key}={value!r}: must be a whole number, at least 1")
         for seed in seeds:
-            if not (_is_integer(seed) and 0 <= seed < 2**31):
+            if not (is_integer(seed) and 0 <= seed < 2**31):
                 raise UsageError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1")
         given = [self._check_tokens(tokens, "(T,)", truncate=True) for tokens in prompts]
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
@@ -597,10 +607,11 @@ def check_exists(params: "Params", advice: str) -> None:
 
 def is_count(number: object) -> bool:
     """Return whether an object is a positive integer. A bool does not count as an integer."""
-    return _is_integer(number) and number >= 1
+    return is_integer(number) and number >= 1
 
 
-def _is_integer(number: object) -> TypeGuard[int]:
+def is_integer(number: object) -> TypeGuard[int]:
+    """Return whether a number is a Python or NumPy integer; bool does not count."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 

@@ -38,6 +38,11 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     spike_state: SpikeState  # the spike detector's window of losses and gradient norms
 
+    def __repr__(self) -> str:
+        parts = zip(self._fields, self, strict=True)
+        sizes = (f"{name} ({sum(x.size for x in jax.tree.leaves(part)):,})" for name, part in parts)
+        return f"<TrainState, with numbers of elements: {', '.join(sizes)}>"
+
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """Return a run's optimizer for unsharded parameters, without the learning rate.

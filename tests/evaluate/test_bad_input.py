@@ -121,7 +121,7 @@ def refused(capsys, *words):
         (("--run", "{home}/run", "--batch", "x"), "--batch: x: must be a whole number"),
         (("--run", "{home}/run", "--dataset", "nope"), "data.dataset=nope: there is no token data"),
         (("--run", "{home}/run", "--dataset", "pyton"), "; did you mean data.dataset=python?"),
-        (("--run", "{home}/run/checkpoints/3"), "; give --run {home}/run --step 3"),
+        (("--run", "{home}/run/checkpoints/3"), "; give {home}/run, and 3 as the step"),
         (("{home}/run",), "{home}/run: use --run {home}/run"),
         (("{home}/char", "--run", "{home}/run"), "{home}/char: use --input {home}/char"),
         (("--run", "{home}/run", "data.path={home}/char"), "char has a different tokenizer"),
