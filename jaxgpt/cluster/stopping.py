@@ -138,14 +138,14 @@ class StopSignal:
         now, again = time.monotonic(), self.reason is not None
         if number == signal.SIGINT:
             if self._interrupted and now - self._interrupted > DEBOUNCE:
-                self._monitor.end_job("", 128 + signal.SIGINT)
+                said = "second Ctrl-C: exits without a checkpoint\n"
+                self._monitor.end_job(said, 128 + signal.SIGINT)
             self._interrupted = self._interrupted or now
         if again:
             return
         self.reason = "time limit" if number == signal.SIGALRM else signal.Signals(number).name
         if self._limit is not None:
-            has_trained = self._step_began is not None
-            steps = "the steps in progress" if has_trained else "the first step"
+            steps = "the steps in progress" if self._step_seconds else "the first step"
             leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C twice or SIGKILL"
             try:
                 self.say(

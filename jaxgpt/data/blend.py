@@ -46,7 +46,8 @@ def read_file_list(path: Path) -> list[str]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"data.file_list={path}: cannot be read ({in_words(error)}); give a text file"
+            f"data.file_list={path}: cannot be read ({in_words(error)}); give a file of "
+            "`WEIGHT PATH` lines"
         ) from None
     lines = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not lines:

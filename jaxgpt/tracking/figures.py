@@ -30,13 +30,17 @@ def clock_text(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
+def _per_second(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
 _COUNT, _SHARE, _LOSS = "{:,.0f}".format, "{:.1%}".format, "{:.4f}".format
 # Metrics that the host measures. The devices compute the metrics in `STEP_METRICS` (train/step.py).
 HOST_FIGURES = {
     "dt": Figure("time per step, without compilation, evaluation and checkpoints", "", 1, _seconds),
     "tokens_per_sec": Figure("tokens per second, whole job", "tps", 2, _COUNT),
     "tokens_per_sec_per_device": Figure("tokens per second per device", "tps/dev", 8, _COUNT),
-    "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, "{:.1f}".format),
+    "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, _per_second),
     "tflops_per_device": Figure("TFLOP/s per device, as in mfu", "tflops", 10, "{:.3g}".format),
     "mfu": Figure("fraction of peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
     "memory_bytes": Figure("memory of this process's fullest device; RSS on CPUs", "mem", 7, _gib),

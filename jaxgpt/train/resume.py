@@ -189,6 +189,18 @@ def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
     ]
 
 
+def rate_in_warmup(config: Config) -> list[str]:
+    """Return a list with a log line if fine-tuning ends during warm-up, or an empty list."""
+    optimizer, end = config.optimizer, config.train.max_iters
+    if config.train.init_from is None or end >= optimizer.warmup_iters:
+        return []
+    return [
+        f"train.max_iters={end} is less than optimizer.warmup_iters={optimizer.warmup_iters}: the "
+        f"learning rate reaches only {learning_rate(optimizer, end):g}; to reach "
+        f"{optimizer.learning_rate:g}, lower optimizer.warmup_iters"
+    ]
+
+
 def source_hashes(fingerprints: list[list[str]]) -> list[str]:
     """Return the hash of every source, from `Dataset.fingerprints` or from a checkpoint."""
     return [hash_ for _, hash_ in fingerprints]

@@ -108,6 +108,7 @@ def test_a_signal_is_answered_while_a_step_compiles_and_ctrl_c_leaves(first, lea
             job.wait(0.5)
     job.send_signal(signal.SIGINT)
     assert job.wait(60) == 128 + signal.SIGINT
+    assert job.stderr.read() == "second Ctrl-C: exits without a checkpoint\n"
 
 
 # The lines of `qstat -f` that matter and those that look alike. PBS Professional and OpenPBS as

@@ -35,6 +35,11 @@ def test_a_narrow_terminal_gets_what_matters_most(width):
         assert "mfu=" in line and "tps=" in line and "data=" not in line
 
 
+def test_a_slow_run_shows_its_sequences_per_second():
+    line = train_line({**RECORD, "samples_per_sec": 1 / 24.58}, FIGURES, 300)
+    assert " sps=0.041 " in line
+
+
 def test_a_metric_is_shown_under_its_own_name_and_explained():
     figures = FIGURES | {"max_logit": Figure("largest logit")}
     record = {**RECORD, "max_logit": 12.5}

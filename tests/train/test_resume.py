@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.train.resume import check_resume, rate_after_decay
+from jaxgpt.train.resume import check_resume, rate_after_decay, rate_in_warmup
 from jobs import SMALL, train_here
 
 DATA = SimpleNamespace(sources=[SimpleNamespace(entry=None)], fingerprints=[], tokenizer_meta=None)
@@ -91,3 +91,14 @@ def test_a_run_within_its_decay_does_not(now):
 def test_an_old_checkpoint_was_trained_with_the_defaults_of_newer_keys():
     keys = ("schedule", "momentum", "adamw_learning_rate", "wsd_decay", "wsd_decay_iters")
     assert notes((), (), forget=keys) == []
+
+
+def test_fine_tuning_that_ends_during_warmup_says_its_learning_rate():
+    words = ("tiny", "optimizer.learning_rate=1e-4", "optimizer.warmup_iters=50")
+    config = load_config(*words).replace(train__init_from="weights", train__max_iters=10)
+    assert rate_in_warmup(config) == [
+        "train.max_iters=10 is less than optimizer.warmup_iters=50: the learning rate reaches only "
+        "2e-05; to reach 0.0001, lower optimizer.warmup_iters"
+    ]
+    assert rate_in_warmup(config.replace(train__max_iters=50)) == []
+    assert rate_in_warmup(config.replace(train__init_from=None)) == []
