@@ -86,7 +86,9 @@ def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
     """
     if isinstance(shape, dict) and isinstance(value, dict):
         if str in shape:
-            shape = dict.fromkeys(value, shape[str])
+            for key, part in value.items():
+                check_shape(part, shape[str], key)
+            return
         for key, part in shape.items():
             bare = key.removesuffix("?")
             if bare in value:

@@ -360,9 +360,9 @@ def checked(config: Config, choices: Choices | None = None) -> Config:
     """Validate a configuration, and return the validated copy.
 
     train.batch_size_per_device is converted to train.batch_size. `parse_args` explains `choices`.
-    Settings that have no effect are accepted. Raises `UsageError` if `config` is not a `Config`, if
-    a value is malformed or not one of the choices, if settings contradict each other, or if
-    train.batch_size_per_device is set and parallel.mesh contains -1.
+    Settings that the chosen optimizer or schedule does not use are accepted. Raises `UsageError` if
+    `config` is not a `Config`, if a value is malformed or not one of the choices, if settings
+    contradict each other, or if train.batch_size_per_device is set and parallel.mesh contains -1.
     """
     if not isinstance(config, Config):
         raise UsageError(
@@ -379,8 +379,8 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
     """Rebuild a configuration from the output of `Config.to_dict`.
 
     Missing keys get their default values. Does not check whether settings contradict each other.
-    Raises `UsageError` if a key is unknown or a value is malformed. The message about an unknown
-    key begins with `origin`, such as a file name.
+    Raises `UsageError` if a key is unknown or a value is malformed. Messages about unknown keys
+    name `origin`, such as a file name.
     """
     return _build(_settings_in(values, origin))
 

@@ -29,8 +29,9 @@ class Sampling:
     def check(self, prefix: str = "") -> None:
         """Raise `UsageError` if a value is not a number or is out of range.
 
-        `temperature` must be 0 or between 1e-6 and 1e6, and `top_k` must be at least 1. `top_p` and
-        `min_p` must be above 0 and at most 1. `top_k`, `top_p` and `min_p` may also be None.
+        `temperature` must be 0 or between 1e-6 and 1e6. `top_k` must be a whole number, at least 1.
+        `top_p` and `min_p` must be above 0 and at most 1. `top_k`, `top_p` and `min_p` may also be
+        None.
 
         Args:
             prefix: prefix of option names in error messages, such as "--".

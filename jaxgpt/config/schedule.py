@@ -14,8 +14,8 @@ def should_run_every(step: int, interval: int) -> bool:
 def should_evaluate(config: Config, step: int) -> bool:
     """Return whether a run evaluates after this step.
 
-    A run evaluates every train.eval_interval steps and after step train.max_iters. This ignores the
-    evaluation before the first step.
+    A run evaluates every train.eval_interval steps (0 disables this) and after step
+    train.max_iters. This ignores the evaluation before the first step.
     """
     train = config.train
     return step == train.max_iters or should_run_every(step, train.eval_interval)

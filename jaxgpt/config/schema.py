@@ -507,7 +507,7 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """True if the gradients of several microbatches are reduced together.
+        """True if ZeRO stages 2 and 3 reduce the gradients of several microbatches together.
 
         parallel.reduce_every=microbatch and parallel.offload=state reduce after every microbatch.
         """
@@ -548,9 +548,9 @@ class Config:
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with changed values: `section__key=value`, or `key=value` at the top level.
 
-        A value may also be a string, as in a command. Raises `UsageError` if a key is unknown, or
-        if a value has the wrong type or is out of range. Other rules, such as those about pairs of
-        settings, are not checked.
+        Values are converted to the key's type, so they may also be strings, as in a command. Raises
+        `UsageError` if a key is unknown, or if a value cannot be converted or is out of range.
+        Other rules, such as those about pairs of settings, are not checked.
         """
         config = self
         for name, value in changes.items():

@@ -16,9 +16,10 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 def validate(config: Config) -> None:
     """Raise `UsageError` if settings contradict each other.
 
-    Also raises it if a range of steps is malformed, a path is empty, or a size is too large.
-    train.batch_size_per_device is ignored (see `with_batch_size`). Types, bounds, choices (see
-    `check_choices`), and rules that depend on the data or the devices are checked elsewhere.
+    Also raises it if a value has the right type but is invalid, such as a malformed mesh, an empty
+    path, or a size that is too large. train.batch_size_per_device is ignored (see
+    `with_batch_size`). Types, bounds, choices (see `check_choices`), and rules that depend on the
+    data or the devices are checked elsewhere.
     """
     train, data, faults = config.train, config.data, config.faults
     skip_ranges(config)
@@ -324,7 +325,10 @@ def _check_sequence(config: Config, shape: MeshShape) -> None:
 
 
 def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return why ulysses attention is impossible, or None if it is possible."""
+    """Return why ulysses attention is impossible, or None. A size of -1 in `shape` counts as 1.
+
+    Rules that apply to both kinds of attention are checked in `mesh_shape`.
+    """
     roles, n_head = ("splits_sequence", "splits_heads"), config.model.n_head
     if n_head % (n := shape.split_of(*roles)):
         return f"{' x '.join(axes_with(*roles))} = {n} does not divide model.n_head={n_head}"
@@ -332,7 +336,10 @@ def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
 
 
 def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return why ring attention is impossible, or None if it is possible."""
+    """Return why ring attention is impossible, or None. A size of -1 in `shape` counts as 1.
+
+    Rules that apply to both kinds of attention are checked in `mesh_shape`.
+    """
     model, n_chunks = config.model, 2 * shape.split_of("splits_sequence")
     if model.block_size % n_chunks:
         axes = " x ".join(axes_with("splits_sequence"))

@@ -12,6 +12,7 @@ from jaxgpt.config import (
     MeshShape,
     UsageError,
     check_batch,
+    check_shape,
     checked,
     config_from_dict,
     load_config,
@@ -398,6 +399,12 @@ def test_layers_are_looped_over_where_it_is_asked_for_and_else_on_cpus(given, on
 def test_an_option_that_is_not_a_whole_number_is_a_mistake(given):
     with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number"):
         whole_number()(given)
+
+
+def test_every_key_of_a_dict_is_checked():
+    with pytest.raises(ValueError, match="mask\\? is 'a'"):
+        check_shape({"mask?": "a"}, {str: int})
+    check_shape({}, {"mask?": int})
 
 
 def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):
