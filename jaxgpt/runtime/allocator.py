@@ -48,11 +48,11 @@ def keep_freed_memory() -> list[str]:
 
 
 def reserve_gpu_memory() -> list[str]:
-    """Let XLA reserve the fraction `USABLE` of GPU memory unless the user has set a fraction.
+    """Set XLA's share of GPU memory to `USABLE` unless the user has set a share.
 
-    This sets XLA_CLIENT_MEM_FRACTION and returns a list with a log line. If the user has set a
-    fraction, or if the host has no NVIDIA or AMD GPU, it does nothing and returns an empty list.
-    Call this before JAX starts.
+    This sets XLA_CLIENT_MEM_FRACTION and returns a list with a log line. If one of
+    `MEMORY_VARIABLES` is set, or if the host has no NVIDIA or AMD GPU, it does nothing and returns
+    an empty list. Call this before JAX starts.
     """
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):

@@ -49,12 +49,12 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return the indices of this process's accelerators, or None to use all visible accelerators.
+    """Return this process's accelerators as indices into the visible ones, or None to use all.
 
     Processes on one host that see the same accelerators get equal shares, and any remainder is
     unused. The result is None on CPUs, if the process sees at most one accelerator, or if no other
-    process sees the same accelerators. On a machine in `MACHINES` with Intel GPUs, this also sets
-    ZE_AFFINITY_MASK.
+    process on the host sees the same accelerators. Otherwise, on a machine in `MACHINES` with Intel
+    GPUs, this also sets ZE_AFFINITY_MASK.
 
     All processes must call this. Raises `UsageError` on all processes if the processes on a host
     outnumber the accelerators that they share, unless only one accelerator is visible.
@@ -94,11 +94,12 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
-    """Return the number of devices that the job will have once JAX starts.
+    """Return the number of devices that the mesh will have once JAX starts.
 
-    This is the product of the axis sizes. If the mesh contains -1, the devices of all processes are
-    added up instead. In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid
-    or the mesh is too large. All processes must call this.
+    This is the product of the axis sizes, even if the job has another number of devices. If
+    the mesh contains -1, the devices of all processes are added up instead. In this case, a CPU job
+    raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or the mesh is too large. All processes
+    must call this.
     """
     if shape.is_filled:
         return shape.n_devices

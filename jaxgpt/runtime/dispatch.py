@@ -22,8 +22,9 @@ class DispatchLimiter:
     def add(self, result: Any) -> None:
         """Register the newest program. `result` is its result, an array or a tree of arrays.
 
-        If more than `LIMIT` programs are registered, this waits for the oldest program. Raises
-        `jax.errors.JaxRuntimeError` if that program failed.
+        The caller must not donate or delete `result`. If more than `LIMIT` programs are registered,
+        this waits for the oldest program. Raises `jax.errors.JaxRuntimeError` if that program
+        failed.
         """
         self._results.append(result)
         if len(self._results) > LIMIT:

@@ -49,15 +49,15 @@ def initialize_jax(
     """Start JAX on this process, and connect the processes if the job has several.
 
     Every process must call this. It sets environment variables, the JAX settings in `PINNED` and,
-    on CPUs, malloc options. In a job with several processes, it also unsets proxy variables and
-    discards C++ output to stdout.
+    on CPUs, malloc options. In a job with several processes, it also unsets proxy variables and,
+    when it connects them, discards C++ output to stdout.
 
     Args:
         cluster: the processes of the job.
         shape: mesh shape, which determines the number of simulated CPU devices.
         on_phase: called with the name of each startup phase when it begins.
         preemption: whether JAX catches SIGTERM for `preemption_sync_point`. This has no effect in a
-            job with a single process.
+            job with a single process, or if the processes are already connected.
         allow_cpu: accept CPUs even if accelerators are expected. If JAX_PLATFORMS is set, CPUs are
             always accepted.
 
@@ -68,7 +68,7 @@ def initialize_jax(
         `host` and `devices` for each process.
 
     Raises:
-        PeerLost: if the coordinator cannot be reached.
+        PeerLost: on processes that cannot reach the coordinator.
         OSError: if another host's name does not resolve, or if there is no route to that host.
         RuntimeError: if `jax.distributed` cannot connect the processes.
         UsageError: if the devices do not start, if accelerators are expected but JAX finds only
@@ -186,8 +186,8 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
     Set `requested` if this process has just been asked to stop. It then sends itself SIGTERM, and
     JAX catches the signal. Every process must call this for each step. Returns None if
-    `jax.distributed` is not used, and raises `RuntimeError` if `initialize_jax` has connected the
-    processes without `preemption`.
+    `jax.distributed` is not used, and raises `RuntimeError` if the processes were connected without
+    `preemption`.
     """
     import jax
 
