@@ -27,7 +27,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     another job holds it, only reads the cache.
     """
     import jax
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+    reset_cache()  # JAX would keep the folder of an earlier call, even if the cache is now off
     jax.config.update("jax_compilation_cache_dir", None)
     if directory.lower() in (OFF, "none", "null", ""):
         return "compile cache: off"

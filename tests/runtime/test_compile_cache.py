@@ -37,6 +37,13 @@ def test_gpus_of_several_hosts_use_no_cache_that_not_all_of_them_see(
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_each_call_selects_the_folder_for_later_programs(on_a_gpu, tmp_path):
+    for number, directory in enumerate((tmp_path / "a", tmp_path / "b", "off")):
+        use_compile_cache(str(directory), ProcessGroup("test"))
+        jax.jit(lambda x, number=number: x * number + number)(1.0)
+    assert [len([*(tmp_path / name).glob("*/*-cache")]) for name in "ab"] == [1, 1]
+
+
 @pytest.mark.parametrize(("folders", "shared"), [("aa", True), ("ab", False)])
 def test_a_cache_is_shared_if_each_process_has_the_file_in_its_own_folder(
     folders, shared, tmp_path
