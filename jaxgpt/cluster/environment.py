@@ -32,8 +32,10 @@ SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that only some processes may raise. Every process that raises it prints its
-    message."""
+    """A `UsageError` that only some processes may raise.
+
+    `job_exit_handler` prints its message on every process that raises it.
+    """
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 
     JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
     arbitrary distribution. By default, the step's first host is assumed to run process 0. If there
-    is only one host, or no node list, the address is 127.0.0.1. The default port is below the
+    is only one host, or no node list, the default host is 127.0.0.1. The default port is below the
     ephemeral range and is derived from the job and step IDs. Raises `UsageError` if a variable is
     invalid, if the rank or the number of tasks is missing, or if they contradict each other.
     """

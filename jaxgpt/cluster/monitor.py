@@ -77,7 +77,8 @@ class Peer:
 class Monitor:
     """Monitors a job from one of its processes, and terminates it if any process fails or hangs.
 
-    A single-process job calls `start` instead of `connect`, to detect hangs.
+    Hangs are detected only with a `HangLimit`. A single-process job calls `start` instead of
+    `connect`, to detect hangs.
     """
 
     def __init__(self, limit: HangLimit | None = None):
@@ -115,8 +116,9 @@ class Monitor:
 
         On process 0, `connection` is a listening socket. On other processes, it is connected to
         process 0. Only process 0 waits for the other processes. If some processes do not connect
-        within `timeout` seconds, process 0 prints their ranks and terminates the job. It also
-        terminates the job if a process has a wrong rank or size. In both cases, the status is 1.
+        within `timeout` seconds, process 0 prints the ranks of up to 20 of them and terminates the
+        job. It also terminates the job if a process has a wrong rank or size. In both cases, the
+        status is 1. There must be at least two processes.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -169,7 +171,7 @@ class Monitor:
         self._loop.call_soon_threadsafe(self._loop.add_reader, pipe, receive)
 
     def write_stacks_to(self, directory: Path) -> None:
-        """If the job hangs, write this process's stacks to hang-RANK.txt in `directory`.
+        """When a hang is detected, write this process's stacks to hang-RANK.txt in `directory`.
 
         The hang report names these files, even if they cannot be written.
         """

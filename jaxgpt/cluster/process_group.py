@@ -229,9 +229,10 @@ def _host_identity() -> list[str]:
 
 
 def start_mpi(launch: Launch, for_threads: bool = False) -> str:
-    """Initialize MPI, which waits for all processes. Return the name of the MPI library.
+    """Initialize MPI unless it is already initialized. Return the name of the MPI library.
 
-    With `for_threads`, several threads may use MPI. MPI is finalized when the process exits.
+    The initialization waits for all processes. With `for_threads`, it allows several threads to use
+    MPI. MPI is finalized when the process exits.
 
     Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. This is a
     `SingleRankUsageError` if the other processes may not notice the problem.

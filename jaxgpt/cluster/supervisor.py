@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
-    """Runs a command on the hosts of a job, and restarts the command until it is done."""
+    """Runs a command on the hosts of a job, and restarts it until it is done or `run` gives up."""
 
     def __init__(
         self,
