@@ -176,10 +176,11 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return a note for each reason to doubt that a run trained on these rows at this step.
+    """Return notes with reasons to doubt that a run trained on these rows at this step.
 
-    `run` is None if there is no run directory. Raises `UsageError` if the data, rewinds.json or a
-    checkpoint's JSON cannot be read, or if the setting train_range_to_skip is malformed.
+    The reasons are a skipped step, changed data and a changed train.seed. `run` is None if there is
+    no run directory. Raises `UsageError` if the data, rewinds.json or a checkpoint's JSON cannot be
+    read, or if the setting train_range_to_skip is malformed.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -221,8 +222,9 @@ def row_losses(
 
     `tokens` and `weights` come from `_look_up`. The mean is weighted. If all weights of a row are
     0, its mean is 0. This starts JAX. All processes must call this. Raises `UsageError` if the mesh
-    does not fit the devices or the batch, or if the checkpoint is damaged or does not fit the
-    configuration. Also raises whatever `initialize_jax` and `restore_params` raise.
+    does not fit the devices or the batch, if the attention kernel cannot be used, or if the
+    checkpoint is damaged or does not fit the configuration. Also raises whatever `initialize_jax`
+    and `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 

@@ -75,14 +75,16 @@ WITH_CLUSTER = ", or give cluster=CLUSTER in `with jaxgpt.join_process_group() a
 def load_config(config: str | Path = "tiny", *settings: str) -> Config:
     """Return the configuration that `python -m jaxgpt.train --config CONFIG SETTINGS` would use.
 
+    Notes are printed to stderr.
+
     Args:
         config: name of a preset, or path of a YAML file, such as the config.yaml of a run.
         settings: arguments of the command, such as "train.max_iters=100" or "--mesh", "2,1,4".
 
     Raises:
         UsageError: if the file or the initial weights cannot be read, if a setting is unknown or
-            malformed, has no effect, or contradicts another setting, or if
-            train.batch_size_per_device is used with a mesh that contains -1.
+            malformed, has no effect, or contradicts another setting, if `settings` has `--help`, or
+            if train.batch_size_per_device is used with a mesh that contains -1.
     """
     name = _path("config", config, "the name of a preset, such as 'tiny', or the path of a file")
     if not all(isinstance(word, str) for word in settings):
@@ -149,14 +151,16 @@ def load_model(
         step: the step of the checkpoint to load; by default, the newest checkpoint.
         mesh: the mesh to run the model on, in the format of `--mesh`.
         dtype: compute dtype, float32 or bfloat16; by default, the dtype of the run.
-        batch_size: number of rows to compute at once.
+        batch_size: number of rows to compute at once. It is rounded up to a multiple of the number
+            of devices that the batch is sharded over.
         cluster: the processes of the job; None means only this process.
 
     Raises:
-        UsageError: if there is no such run, model or checkpoint, if a checkpoint is damaged or
-            cannot be read, if a model cannot be converted, if `dtype` or `batch_size` is invalid,
-            if the mesh does not fit the devices or the model, or if `cluster` is None in a job with
-            several processes.
+        UsageError: if there is no such run, model or checkpoint, if a checkpoint or its tokenizer
+            is damaged or cannot be read, if a model cannot be converted, if `dtype` or `batch_size`
+            is invalid, if the mesh does not fit the devices or the model, or if `cluster` is None
+            in a job with several processes.
+        OSError: if no temporary folder can be created for the weights of a Hugging Face model.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
     """
     if dtype not in (None, "float32", "bfloat16"):
@@ -175,9 +179,10 @@ def load_model(
 class Trainer:
     """A training run in Python, without the loop, logging and recovery of `jaxgpt.train`.
 
-    With the same configuration, a trainer takes the same steps as `python -m jaxgpt.train`, bit for
-    bit. The command can continue a run saved by a trainer, and vice versa. A trainer writes to a
-    run directory only in `save`. A trainer does not rewind at loss spikes.
+    With the same configuration and devices, a trainer takes the same steps as `jaxgpt.train`, bit
+    for bit (on GPUs, with train.deterministic). However, a trainer does not rewind after a loss
+    spike, and ignores faults.bit_flip_step. The command can continue a run saved by a trainer, and
+    vice versa. A trainer writes to a run directory only in `save`.
 
     All processes of a job must call a trainer's methods together.
     """
@@ -231,16 +236,20 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """The configuration, with absolute data paths, and with the vocabulary size and the
-        end-of-text token from the data.
+        """The configuration in use.
 
-        After `restore`, train_range_to_skip also has the ranges that the run skips.
+        It differs from the given one in these settings:
+
+        - Data paths are absolute, and data.file_list is converted to data.blend.
+        - model.vocab_size is set and, with data.document_mask, also data.end_of_text.
+        - train.batch_size_per_device is converted to train.batch_size.
+        - After `restore`, train_range_to_skip also has the ranges that the run skips.
         """
         return self._run.config
 
     @property
     def step(self) -> int:
-        """The last step that was trained or skipped; 0 before the first step."""
+        """The last step that was trained, skipped or restored; 0 before the first step."""
         return self._step
 
     @property
@@ -248,7 +257,8 @@ class Trainer:
         """A copy of the state after `step`. Later steps do not change it.
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration,
-        or if JAX failed during the last step. Raises `RuntimeError` if JAX fails.
+        or if JAX failed during the last step. Raises `OSError` if train.init_from needs a temporary
+        folder that cannot be written, and `RuntimeError` if JAX fails.
         """
         with self._lock:
             return copied(self._current_state())
@@ -292,9 +302,9 @@ class Trainer:
         there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
         `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
         and `grad_norm` are None. Non-finite values cause a Python warning at the end. Raises
-        `UsageError` if an argument is invalid, if the data or the initial weights cannot be read,
-        or if `train` or `restore` is already running. Raises `RuntimeError` if JAX fails, and
-        whatever `report` raises.
+        `UsageError` if an argument is invalid, if the data cannot be read, or if `train` or
+        `restore` is already running. Also raises the same errors as `state`, and whatever `report`
+        raises.
         """
         with self._alone():
             return self._train(n_steps, report)
@@ -389,8 +399,7 @@ class Trainer:
     def evaluate(self) -> EvalRecord:
         """Return the mean losses over train.eval_iters batches of each split, in nats per token.
 
-        Raises `UsageError` if the data or the initial weights cannot be read, and `RuntimeError` if
-        JAX fails.
+        Raises `UsageError` if the data cannot be read. Also raises the same errors as `state`.
         """
         with self._lock:
             return self._evaluator(self.step, self._current_state().params)
@@ -427,15 +436,15 @@ class Trainer:
     def save(self, run: str | Path) -> None:
         """Save a checkpoint of this step in a run directory, and wait until it is complete.
 
-        All commands can read the directory, and `python -m jaxgpt.train --out RUN` continues the
-        run. Older checkpoints are removed according to checkpoint.keep.
+        `python -m jaxgpt.train --out RUN` continues the run, and jaxgpt.sample and other commands
+        that need no metrics.jsonl can read it. Older checkpoints are removed according to
+        checkpoint.keep, checkpoint.keep_every and checkpoint.keep_best.
 
         Raises:
             UsageError: if the directory contains another run, contains a checkpoint of this step or
-                a later step, is in use by another job, or cannot be written, or if the initial
-                weights cannot be read.
+                a later step, is in use by another job, or cannot be written.
             OSError: on process 0, if config.yaml or the tokenizer's file cannot be written.
-            RuntimeError: if JAX fails.
+            RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import checkpoint_json, checkpoint_tree
@@ -493,7 +502,7 @@ class Trainer:
         Raises:
             UsageError: if there is no such checkpoint, if the checkpoint or rewinds.json is damaged
                 or cannot be read, if the run has a different model, optimizer or data, if
-                checkpoint.resume is False, or if `train` is running.
+                checkpoint.resume is False, or if `train` or `restore` is running.
             RuntimeError: if JAX fails.
         """
         with self._alone():

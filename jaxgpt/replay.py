@@ -283,9 +283,10 @@ class Repeater:
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
         """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        The loss is in nats. The metrics of a skipped step are None. The caller must not use `state`
-        afterwards, because its arrays are donated. All processes call this together. Raises
-        `UsageError` if the data cannot be read.
+        `state` must be the state before the first of the steps. The caller must not use it
+        afterwards, because its arrays are donated. The loss is in nats. The metrics of a skipped
+        step are None. All processes call this together. Raises `UsageError` if the data cannot be
+        read, and `RuntimeError` if JAX fails.
         """
         import jax
 
@@ -304,7 +305,8 @@ class Repeater:
     def restore_or_init(self, step: int) -> Any:
         """Return the state after `step`, from its checkpoint; for step 0, the initial state.
 
-        All processes call this together. Raises the same errors as `Checkpoints.restore`.
+        The initial state has random weights, even if train.init_from is set. All processes call
+        this together. Raises the same errors as `Checkpoints.restore`.
         """
         from jaxgpt.train.state import restore_state
 
