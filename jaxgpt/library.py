@@ -443,7 +443,7 @@ class Trainer:
         Raises:
             UsageError: if the directory contains another run, contains a checkpoint of this step or
                 a later step, is in use by another job, or cannot be written.
-            OSError: on process 0, if config.yaml or the tokenizer's file cannot be written.
+            OSError: on process 0, if the tokenizer's file cannot be read or written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
