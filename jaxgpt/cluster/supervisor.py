@@ -63,8 +63,8 @@ class Supervisor:
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
         two exceptions after a signal to the supervisor. If an attempt has reported a checkpoint,
-        the status of a failed attempt is replaced by 75. If no attempt is running and none has
-        reported a checkpoint, the status is 128 plus the signal's number.
+        the status is 75 unless it is in `FINAL`. If no attempt is running and none has reported a
+        checkpoint, the status is 128 plus the signal's number.
 
         Call this in the main thread. On any of `SIGNALS`, it sends SIGUSR1 to the launcher, or
         SIGTERM if Ctrl-C follows another signal. Raises `OSError` if the launcher cannot be
