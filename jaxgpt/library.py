@@ -341,7 +341,7 @@ class Trainer:
                     scalars = metrics.scalars
                 self._step = step
                 dispatched.add(scalars["loss"])  # None for a skipped step
-                self._history.append({"step": step, **scalars})
+                self._history.append({"step": step, **{n: scalars[n] for n in STEP_METRICS}})
                 if report:
                     self._read_history()
                     report(dict(self._history[-1]))
@@ -372,11 +372,12 @@ class Trainer:
 
         with self._lock:
             first, end = self._n_on_host, len(self._history)
-            new = jax.device_get(self._history[first:end])
-            for record in new:
-                for name, value in record.items():
+            records = self._history[first:end]
+            # JAX sorts the keys, so update the records in place.
+            for record, on_host in zip(records, jax.device_get(records), strict=True):
+                for name, value in on_host.items():
                     record[name] = None if value is None else np.asarray(value).item()
-            self._history[first:end], self._n_on_host = new, end
+            self._n_on_host = end
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -441,8 +442,9 @@ class Trainer:
         checkpoint.keep, checkpoint.keep_every and checkpoint.keep_best.
 
         Raises:
-            UsageError: if the directory contains another run, contains a checkpoint of this step or
-                a later step, is in use by another job, or cannot be written.
+            UsageError: if the directory contains another run, a checkpoint of this step or a later
+                step, or a checkpoint that another trainer or command has added to this run, or if
+                it is in use by another job or cannot be written.
             OSError: on process 0, if the tokenizer's file cannot be read or written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """

@@ -200,6 +200,7 @@ def test_a_trainer_takes_the_steps_of_the_command(command):
     np.testing.assert_array_equal(model.logits([1, 2]), trainer.model.logits([1, 2]))
     for record, expected in zip(found, records(command), strict=True):
         assert record == {name: expected[name] for name in record}
+    assert [*found[0]] == ["step", "loss", "grad_norm", "lr"]  # `report=print` shows the step first
     assert found[1]["loss"] is None and found[1]["lr"] > 0
     (last,) = records(command, "eval")
     evaluation = trainer.evaluate()
