@@ -157,9 +157,9 @@ def load_model(
 
     Raises:
         UsageError: if there is no such run, model or checkpoint, if a checkpoint or its tokenizer
-            is damaged or cannot be read, if a model cannot be converted, if `dtype` or `batch_size`
-            is invalid, if the mesh does not fit the devices or the model, or if `cluster` is None
-            in a job with several processes.
+            is damaged or cannot be read, if a model cannot be converted, if `step`, `dtype` or
+            `batch_size` is invalid, if the mesh does not fit the devices or the model, or if
+            `cluster` is None in a job with several processes.
         OSError: if no temporary folder can be created for the weights of a Hugging Face model.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
     """
@@ -502,9 +502,10 @@ class Trainer:
             step: the step of the checkpoint; by default, the newest checkpoint.
 
         Raises:
-            UsageError: if there is no such checkpoint, if the checkpoint or rewinds.json is damaged
-                or cannot be read, if the run has a different model, optimizer or data, if
-                checkpoint.resume is False, or if `train` or `restore` is running.
+            UsageError: if `step` is invalid or there is no such checkpoint, if the checkpoint or
+                rewinds.json is damaged or cannot be read, if the run has a different model,
+                optimizer or data, if checkpoint.resume is False, or if `train` or `restore` is
+                running.
             RuntimeError: if JAX fails.
         """
         with self._alone():
