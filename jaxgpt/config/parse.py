@@ -380,7 +380,7 @@ def config_from_dict(values: Mapping[str, Any], origin: str) -> Config:
 
     Missing keys get their default values. Does not check whether settings contradict each other.
     Raises `UsageError` if a key is unknown or a value is malformed. Messages about unknown keys
-    name `origin`, such as a file name.
+    contain `origin`, such as a file name.
     """
     return _build(_settings_in(values, origin))
 
