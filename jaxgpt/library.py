@@ -243,7 +243,7 @@ class Trainer:
         - Data paths are absolute, and data.file_list is converted to data.blend.
         - model.vocab_size is set and, with data.document_mask, also data.end_of_text.
         - train.batch_size_per_device is converted to train.batch_size.
-        - After `restore`, train_range_to_skip also has the ranges that the run skips.
+        - After `restore`, train_range_to_skip includes the ranges that the run skips.
         """
         return self._run.config
 
@@ -301,10 +301,10 @@ class Trainer:
         By default, train the remaining steps up to train.max_iters, and return an empty list if
         there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
         `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
-        and `grad_norm` are None. Non-finite values cause a Python warning at the end. Raises
-        `UsageError` if an argument is invalid, if the data cannot be read, or if `train` or
-        `restore` is already running. Also raises the same errors as `state`, and whatever `report`
-        raises.
+        and `grad_norm` are None. If any values are not finite, a Python warning is issued at the
+        end. Raises `UsageError` if an argument is invalid, if the data cannot be read, or if
+        `train` or `restore` is already running. Also raises the same errors as `state`, and
+        whatever `report` raises.
         """
         with self._alone():
             return self._train(n_steps, report)
@@ -359,15 +359,15 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, float | None]]:
-        """The metrics of all steps since this trainer was made or restored; see `train`.
+        """The metrics of all steps since this trainer was created or restored; see `train`.
 
-        They include the steps of interrupted calls. Raises `RuntimeError` if JAX fails.
+        Steps of interrupted calls are included. Raises `RuntimeError` if JAX fails.
         """
         self._read_history()
         return [dict(record) for record in self._history]
 
     def _read_history(self) -> None:
-        """Copy the new records in `_history` from the devices."""
+        """Copy the metrics of new records in `_history` from the devices to the host."""
         import jax
 
         with self._lock:

@@ -40,14 +40,14 @@ def run(
     """Time the compiled step without a change and with each `change`.
 
     `settings` are command-line settings, and `parse_change` describes a change. In each of the
-    `rounds` rounds, every variant runs `steps` steps. By default, `steps_per_round` chooses their
-    number. All variants use random tokens as data.
+    `rounds` rounds, every variant runs `steps` steps. By default, `steps_per_round` chooses the
+    number of steps. All variants use random tokens as data.
 
     Raises `UsageError` if the job has several processes, if a setting or an option is invalid, or
-    if changed settings have no effect on the step. It is also raised if a change affects the mesh,
-    the data (except data.document_mask), the vocabulary, or the shapes or shardings of the state or
-    the batch. Raises `RuntimeError` if JAX fails. Also raises whatever `open_job`, `Job.start_jax`
-    and `Rounds` raise.
+    if changed settings have no effect on the step. Also raises `UsageError` if a change affects the
+    mesh, the data (except data.document_mask), the vocabulary, or the shapes or shardings of the
+    state or the batch. Raises `RuntimeError` if JAX fails. Also raises whatever `open_job`,
+    `Job.start_jax` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -97,11 +97,11 @@ def run(
 def parse_change(text: str, settings: Sequence[str]) -> Change:
     """Return the change that `text` describes. `settings` are those of the unchanged step.
 
-    Words that begin with xla_ or jax_ (or --xla_ or --jax_) are options of XLA or JAX, and all
-    other words are settings. Values of JAX options are parsed as YAML. Values of XLA options become
-    text, except for true and false. Raises `UsageError` if a setting is invalid, if an
-    option is not followed by `=`, or if the value of a JAX option is malformed. Does not check
-    whether an option exists.
+    Words that begin with xla_ or jax_ (with or without --) are XLA or JAX options. All other words
+    are settings. Values of JAX options are parsed as YAML. Values of XLA options are strings,
+    except true and false, which are parsed as booleans. Raises `UsageError` if a setting is
+    invalid, if an option is not followed by `=`, or if the value of a JAX option is malformed. Does
+    not check whether an option exists.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []

@@ -120,7 +120,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Measure the time to restore the checkpoint of `save`, including checksum verification.
+    """Measure the time to restore the checkpoint that `save` wrote, and verify its checksums.
 
     Returns the seconds of the slowest process as `restore_seconds`. All processes call this
     together. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever

@@ -75,7 +75,7 @@ def format_value(value: Any, unit: str = "") -> str:
 
     If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers with
     the unit x or without a unit get no prefix. Text and booleans get no unit. None is shown as `not
-    known`. Numbers are rounded, except integers with the unit x or without a unit.
+    known`. Integers without a unit or with the unit x are exact. All other numbers are rounded.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -129,7 +129,7 @@ class Job:
     """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache. Return the result of `with_vocabulary`, and the mesh.
+        """Start JAX without a compile cache. Return `config` with the vocabulary, and the mesh.
 
         Every process must call this. Raises whatever `with_vocabulary`, `initialize_jax` and
         `job_mesh` raise.
@@ -163,9 +163,9 @@ def open_job(
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
     removed when the block ends, but may remain if a job with several processes fails. SIGTERM and
-    Ctrl-C also remove it, and then terminate the process immediately, even after the block. Under
-    MPI, they terminate the whole job. The environment variables for the compile cache and the job's
-    start time are deleted.
+    Ctrl-C also remove the folder. They terminate the process immediately, even after the block has
+    ended. Under MPI, they terminate the whole job. The environment variables for the compile cache
+    and the job's start time are deleted.
 
     Every process must call this, in its main thread. Raises `UsageError` if `out` is not writable,
     or if `single_process` is set and the job has several processes. Raises `OSError` if the folder

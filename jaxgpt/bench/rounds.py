@@ -91,8 +91,8 @@ class Rounds:
     def run_compiled_step(self, n_steps: int, step: Callable[..., Any] | None = None) -> float:
         """Run the compiled step `n_steps` >= 1 times on one batch.
 
-        Returns this process's seconds per step. `step` replaces the compiled step, and must have
-        the same arguments and results. Raises `RuntimeError` if JAX fails.
+        Returns this process's seconds per step. `step` is a function to run instead, with the same
+        arguments and results. Raises `RuntimeError` if JAX fails.
         """
         step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()

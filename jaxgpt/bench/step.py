@@ -34,7 +34,7 @@ def run(
     profile: Path | None = None,
     rounds: int = ROUNDS,
 ) -> Result:
-    """Time `rounds` rounds of `steps` training steps, in the trainer's loop and alone.
+    """Time training steps in the trainer's loop and alone, in `rounds` rounds of `steps` steps.
 
     By default, `steps_per_round` chooses the number of steps. `settings` are command-line settings.
     `synthetic` replaces the data with random tokens. `profile` is the folder for a trace of five
@@ -91,7 +91,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
 def steps_per_round(rounds: Rounds) -> int:
     """Return how many steps take about `ROUND_SECONDS`, between 1 and `MAX_STEPS`.
 
-    This trains `WARM_UP` steps. All processes call this together.
+    Runs `WARM_UP` steps to measure the step time. All processes call this together.
     """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))

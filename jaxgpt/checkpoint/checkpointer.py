@@ -68,8 +68,8 @@ class Checkpoints:
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
     `save`, `restore` or `close`, all processes agree on whether the checkpoint is complete.
 
-    The caller may set `log`, a function that is called with a record of each completed save, and of
-    each failed save that does not raise an error. Errors raised by `log` propagate.
+    The caller may set `log`. It is called with a record of each save that completes, or fails
+    without raising an error. Errors raised by `log` propagate.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class Checkpoints:
                 meta=ocp.JsonCheckpointHandler(),
             )
             seconds = max(1, round(60 * self._config.checkpoint.timeout_minutes))
-            # If Orbax cannot create a folder in the background, its other threads wait for the
-            # timeout, and a single process cannot exit before they end.
+            # If Orbax fails to create a folder in the background, its other threads wait until the
+            # timeout, and a single process cannot exit before then.
             options = ocp.AsyncOptions(
                 timeout_secs=seconds, create_directories_asynchronously=self._cluster.size > 1
             )

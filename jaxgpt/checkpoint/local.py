@@ -26,9 +26,10 @@ class LocalFolder:
     """The local checkpoints of one run, in a folder with the layout of the run directory.
 
     All processes share the folder, on a burst buffer or on the disk of a single host. A checkpoint
-    leaves the folder when process 0 has copied it, or a later one, to the run directory. A restart
-    that abandons it removes or renames it, and saving its step again replaces it. The folder's name
-    contains a hash of the run directory's path, so several runs can use the same checkpoint.local.
+    is removed once process 0 has copied it or a later checkpoint to the run directory. A restart
+    removes or renames the checkpoints that it abandons. Saving a step again replaces its
+    checkpoint. The folder's name contains a hash of the run directory's path, so several runs can
+    use the same checkpoint.local.
     """
 
     def __init__(self, folder: str, run: Path):
@@ -79,9 +80,10 @@ class LocalFolder:
 
         Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
         run directory ends `log_interval` or more steps before a checkpoint, a restart may have
-        abandoned the checkpoint, so it is renamed to STEP.stale. A missing file counts as ending at
-        step 0. A checkpoint with damaged JSON is not copied, and a log line reports the damage. The
-        list is empty if nothing is copied, renamed or damaged. Call this only on process 0.
+        abandoned the checkpoint, so it is renamed to STEP.stale. A missing metrics.jsonl counts as
+        ending at step 0. A checkpoint with damaged JSON is not copied, and a log line reports the
+        damage. The list is empty if nothing is copied, renamed or damaged. Call this only on
+        process 0.
 
         Raises:
             UsageError: if a checkpoint cannot be read, copied or renamed, or if its JSON belongs to
@@ -122,7 +124,7 @@ class LocalFolder:
 
         If this succeeds, remove the checkpoint and older checkpoints from the local folder. Raises
         `OSError` if the checkpoint cannot be copied, for example because the run directory already
-        has one of this step. Raises `UsageError` if the local folder cannot be read.
+        has a checkpoint of this step. Raises `UsageError` if the local folder cannot be read.
         """
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")

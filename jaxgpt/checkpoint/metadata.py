@@ -30,7 +30,7 @@ RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """Files of a checkpoint are missing, damaged, or do not match their checksums or shapes."""
+    """Files of a checkpoint are missing or damaged, or do not match their checksums or shapes."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -146,8 +146,8 @@ def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
     The list includes damaged checkpoints, so that their damage is reported, but not checkpoints
-    that are still being written. If there is no folder of checkpoints, the list is empty. Raises
-    `UsageError` if the folder cannot be read.
+    that are still being written. The list is empty if the folder `checkpoints` does not exist.
+    Raises `UsageError` if the folder cannot be read.
     """
     folder = directory / "checkpoints"
     try:
@@ -199,7 +199,7 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
 
 
 def remove_temporary(checkpoints: Path) -> None:
-    """Remove the remains of interrupted saves and removals from a folder, if possible."""
+    """Remove leftovers of interrupted saves and removals from a folder. Errors are ignored."""
     for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
         shutil.rmtree(scratch, ignore_errors=True)  # leftovers only waste space
 

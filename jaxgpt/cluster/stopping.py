@@ -30,7 +30,7 @@ def margin(seconds: float, save: float, step: float) -> float:
     """Return the time in seconds to reserve at the end of a job for saving a checkpoint.
 
     Up to three steps may have been dispatched, and the processes may agree to stop only after the
-    next step. The result is at most a quarter of `seconds`, unless 1.5 saves take longer than that.
+    next step. The result is at most `seconds` / 4 or 1.5 times `save`, whichever is longer.
 
     Args:
         seconds: seconds from the start of the run to the end of the job.

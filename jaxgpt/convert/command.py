@@ -119,7 +119,7 @@ def _expand(text: str, variables: dict[str, str]) -> str:
     def value(match: re.Match) -> str:
         name, default = match[1] or match[4], match[3]
         known = variables.get(name, os.environ.get(name, ""))
-        if known:  # variables that are still unknown remain, as in PATH=/bin:$PATH
+        if known:  # do not expand variables in the value, as in PATH=/bin:$PATH
             return known.replace("$", "\0")
         return default if match[2] in ("-", "=") else f"\0{match[0][1:]}"
 

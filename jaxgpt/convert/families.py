@@ -37,7 +37,7 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    `block_size` overrides the context length in tokens if it is not None. Raises `UsageError` if
+    If `block_size` is not None, it overrides the context length (in tokens). Raises `UsageError` if
     the file cannot be read, if the file or `block_size` is invalid, or if the model family or an
     option is not supported.
     """

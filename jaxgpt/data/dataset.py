@@ -114,8 +114,8 @@ class Dataset:
     def verify(self) -> None:
         """Check a sample of each source's pages.
 
-        The sample is limited to 64 MiB per split, divided evenly among the sources, but not to
-        fewer than 16 pages per source.
+        The sample has at most 64 MiB per split, divided evenly among the sources. However, a
+        source's share is never less than 16 pages.
 
         Raises:
             UsageError: if a file cannot be read or is too short, or if the sample has a token

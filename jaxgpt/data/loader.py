@@ -111,7 +111,7 @@ class Loader:
     def row_location(self, step: int, row: int) -> RowLocation:
         """Return the location of a row of a step's batch.
 
-        Random tokens do not change the location.
+        faults.random_tokens does not change the location.
         """
         return self._locate(self.sequence(step, row))
 

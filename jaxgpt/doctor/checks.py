@@ -142,8 +142,8 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses every accelerator of every host, each in exactly one process.
 
     With JAX_PLATFORMS=cpu, unused accelerators are accepted. If JAX uses accelerators on an unknown
-    machine, those hidden by an environment variable may stay unused. On an unknown machine,
-    `count_accelerators` gives the number of accelerators.
+    machine, those hidden by an environment variable may stay unused. On an unknown machine, the
+    number of accelerators comes from `count_accelerators`.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):
@@ -175,7 +175,7 @@ def check_resources(job: Job) -> list[Check]:
     """Check that every process has enough memory, cores and shared memory; return three checks.
 
     A process needs `MEMORY_PER_PROCESS` and `SHARED_MEMORY_PER_PROCESS` bytes. The processes of a
-    host also need one core each or, if there are fewer cores, all of the host's cores.
+    host also need one core each, or all cores if the host has fewer cores than processes.
     """
     n = Counter(f.host for f in job)
     cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}

@@ -31,7 +31,7 @@ SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; a slower collective skips larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
 CHECKED = 4096  # elements per result to compare with NumPy
-ALL = None  # used in place of a source device: the sum over all devices
+ALL = None  # stands for the sum over all devices, in place of a source device
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
     """Return the mean seconds per call of a collective on this process.
 
     `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes. It is rounded
-    up so that the devices along the axis have equal parts. All processes call this together. Raises
-    `ArithmeticError` if one of up to `CHECKED` elements of a result is wrong. XLA's errors are
-    propagated.
+    up so that the devices along the axis have equal parts. All processes call this together. Up to
+    `CHECKED` elements of a result are checked. Raises `ArithmeticError` if one is wrong. XLA's
+    errors are propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))

@@ -42,7 +42,7 @@ def run_checks(
 
     `found` is the result of `initialize_jax`. `shape` is a mesh of all devices. If it is None,
     `default_mesh_shape` chooses the mesh. `directory` is the run directory to check. If a
-    collective fails, training is not tried and counts as failed. Every process must call this. The
+    collective fails, the training check fails without training. Every process must call this. The
     status is 1 if a check is FAIL, otherwise 0. Raises whatever `collect_facts` and
     `directory_checks` raise.
     """

@@ -49,7 +49,7 @@ class Trained:
 
     where: str  # run directory, or a name for error messages if a trainer owns the model
     step: int
-    config: Config  # the run's configuration, adapted to the evaluation
+    config: Config  # the run's configuration, adapted for evaluation
     tokenizer: Tokenizer | None
     block_size: int  # length T of the longest row to evaluate, at most the model's context length
     data: Literal["own", "given", "none"]
@@ -254,7 +254,7 @@ class Model:
 
     @property
     def step(self) -> int:
-        """The step that produced the parameters."""
+        """The training step that produced the parameters."""
         return self.trained.step
 
     @property
@@ -277,8 +277,8 @@ class Model:
         """Return the padded length for a row of n inputs.
 
         To limit the number of compilations, the length is a power of 2 and at least `LEAST_LENGTH`.
-        It is then rounded up so that the sequence and the heads can be sharded evenly. Finally, it
-        is limited to `block_size`.
+        It is then rounded up so that the sequence and the heads can be sharded evenly. The result
+        is at most `block_size`.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
@@ -294,10 +294,10 @@ class Model:
 
         Losses are float32 in nats, and tokens are int32 IDs. Element i refers to token i + 1 of the
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
-        0. `rows` may also be a list of sequences of at most `block_size` + 1 token IDs. Then both
-        have the shape (n - 1,) for a sequence of n tokens, and invalid tokens raise `UsageError` as
-        in `logits`. Also raises whatever `rows.read` raises. On a terminal, process
-        0 shows a progress bar.
+        0. `rows` may also be a list of token ID sequences, each of at most `block_size` + 1 tokens.
+        In this case, a sequence of n tokens yields arrays of shape (n - 1,), and invalid tokens
+        raise `UsageError` as in `logits`. Also raises whatever `rows.read` raises. On a terminal,
+        process 0 shows a progress bar.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -330,7 +330,7 @@ class Model:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the next-token logits at each token: float32 (T, V), or (B, T, V) for a batch.
 
-        Up to rounding, `score` computes its losses from the same logits.
+        `score` computes its losses from the same logits, up to rounding.
 
         Args:
             tokens: token IDs of one sequence (T,) or of a batch (B, T). T is at most `block_size`.
@@ -355,7 +355,7 @@ class Model:
     ) -> np.ndarray:
         """Return token IDs as an integer array. `shapes` lists the accepted shapes.
 
-        `longest` is the maximum length T; by default, `block_size`.
+        `longest` is the maximum length T, by default `block_size`.
 
         With `truncate`, return only the last `block_size` tokens. Raises `UsageError` if the tokens
         are invalid.
@@ -440,10 +440,10 @@ class Model:
     ) -> str:
         """Return a prompt followed by generated text. See `generate_tokens` for the arguments.
 
-        The generated text ends before the first `stop` string. An empty prompt becomes the
-        end-of-text token, or token 0 if the tokenizer has no such token. Raises `UsageError` if an
-        argument is invalid, if the model has no tokenizer, or if the tokenizer cannot encode the
-        prompt.
+        The generated text ends before the first occurrence of a `stop` string. An empty prompt
+        becomes the end-of-text token, or token 0 if the tokenizer has no such token. Raises
+        `UsageError` if an argument is invalid, if the model has no tokenizer, or if the tokenizer
+        cannot encode the prompt.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         *_, (last,) = self.stream([prompt], n_tokens, sampling, [seed], stop)
@@ -606,12 +606,12 @@ def check_exists(params: "Params", advice: str) -> None:
 
 
 def is_count(number: object) -> bool:
-    """Return whether an object is a positive integer. A bool does not count as an integer."""
+    """Return whether `number` is a positive integer and not a bool."""
     return is_integer(number) and number >= 1
 
 
 def is_integer(number: object) -> TypeGuard[int]:
-    """Return whether a number is a Python or NumPy integer; bool does not count."""
+    """Return whether `number` is a Python or NumPy integer and not a bool."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 

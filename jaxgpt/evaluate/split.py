@@ -48,7 +48,7 @@ class Loss:
         """The loss in bits per byte of text (arXiv 2101.00027, section 3.1).
 
         This number can be compared across tokenizers. It is None if the tokenizer is unknown or the
-        tokens have no text.
+        text is empty.
         """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
 
@@ -62,9 +62,9 @@ class Loss:
 class Windows:
     """Rows that predict each token of a sequence, except the first, exactly once.
 
-    `n_tokens` must be at least 1, and `stride` from 1 to `block_size`. Rows start `stride` tokens
-    apart. A token is predicted in the first row that contains it. Outside the first row, every
-    predicted token has a context of at least block_size - stride tokens.
+    `n_tokens` must be at least 1, and `stride` must be between 1 and `block_size`. Rows start
+    `stride` tokens apart. A token is predicted in the first row that contains it. Outside the first
+    row, every predicted token has a context of at least block_size - stride tokens.
     """
 
     n_tokens: int
@@ -159,8 +159,7 @@ class Split:
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`, or all of the data if `name` is `ALL`.
 
-    `stride` is the number of tokens between the starts of rows, at least 1. The default is
-    `trained.block_size`.
+    Rows start `stride` >= 1 tokens apart. The default is `trained.block_size`.
 
     Raises:
         UsageError: if the data's tokenizer differs from the model's and data.accept_changes is not

@@ -57,7 +57,7 @@ def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
 
     x, W and the result have the same dtype, float32 or bfloat16. The backward pass also multiplies
-    in FP8. For it, only the `Quantized` x and W are kept.
+    in FP8. Only the `Quantized` x and W are kept for it.
     """
     return _forward(x, w, n)[0]
 

@@ -150,7 +150,7 @@ def decode_step(
     """Process T new tokens of one sequence, without dropout.
 
     Args:
-        network: a network with remat `none` that does not split the sequence over devices.
+        network: a network without rematerialization (remat `none`) and without sequence sharding.
         cache: cache with the preceding tokens.
         tokens_1T: int32 IDs of the new tokens. T is at most `PREFILL_CHUNK`, or block_size for a
             full block at position 0. If T > 1, all positions must be below block_size.

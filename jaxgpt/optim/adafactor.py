@@ -35,9 +35,9 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
     The direction (without weight decay) is multiplied by max(1e-3, RMS of the matrix or vector).
     The paper uses a learning rate of at most 1e-2. Each matrix in a stack is factored, clipped and
     scaled separately; `qkv` holds three matrices per layer. Embeddings are treated as matrices.
-    Vectors, and matrices with fewer than 128 rows or columns, are not factored. For 2D arrays
-    without weight decay or vocabulary padding, optax.adafactor gives the same result with the
-    opposite sign. However, it treats a stack as a single array.
+    Vectors, and matrices with fewer than 128 rows or columns, are not factored. Without weight
+    decay and vocabulary padding, the result for a 2D array equals that of optax.adafactor with the
+    opposite sign. However, optax.adafactor treats a stack as a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights

@@ -87,8 +87,8 @@ def adamw_ratio(config: OptimizerConfig) -> float:
 def update_flops(config: OptimizerConfig, parameters: Parameters) -> int:
     """Return the FLOPs that each device spends on matmuls in one update of `parameters`.
 
-    The result is 0 for every optimizer except Muon. An update with parallel.offload, which handles
-    one layer at a time, may take more FLOPs because of padding.
+    The result is 0 for every optimizer except Muon. With parallel.offload, layers are updated one
+    at a time, which may take more FLOPs because of padding.
     """
     if config.name != "muon":
         return 0

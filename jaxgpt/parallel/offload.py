@@ -34,7 +34,7 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
         given: tree of other arrays (L, ...), such as gradients.
 
     Returns:
-        The new arrays (L, ...). XLA can reuse the buffers of the old arrays for them.
+        The new arrays (L, ...). XLA can store them in the buffers of the old arrays.
     """
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:

@@ -161,8 +161,9 @@ class Pipeline:
 
         Weights are gathered once per step. After the forward pass, the outputs of the last stage
         are scattered, and each stage computes the head and the loss for its share of the
-        microbatches. The `LossParts` are equal on all stages. `grad_accumulators` must be 0, and
-        `microbatches.n` must divide the number of rows. `objective.adds_in_place` must be False.
+        microbatches. The `LossParts` are equal on all stages. `grad_accumulators` must be all
+        zeros, and `microbatches.n` must divide the number of rows. `objective.adds_in_place` must
+        be False.
         """
         batch, M, key = microbatches
         batches = split_microbatches(batch, M)

@@ -18,7 +18,7 @@ SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs that a CPU device performs in five minu
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Return one device's dense peak FLOP/s for a dtype such as bfloat16, or None if unknown.
 
-    `device_kind` is JAX's name of the device. On NVIDIA GPUs, float32 gives the peak for TF32.
+    `device_kind` is JAX's name of the device. On NVIDIA GPUs, the peak for float32 is that of TF32.
     """
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None

@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
-        """Return the word that begins the value of attribute `name`, or "" if there is none."""
+        """Return the first word of the attribute `name`, or "" if there is none."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
         return found[1] if found else ""
 

@@ -103,9 +103,9 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
 
     The `xla` kernel stores at least half of the scores, in two or more bytes each. With
     rematerialization, only one layer counts. In a pipeline, only one group of layers counts. A CPU
-    may process its rows one at a time. The bound is 0 with a sliding window, if a ring may replace
-    the kernel, or if the kernel might not store scores. No size in `shape` may be -1. Raises
-    `UsageError` if model.attention is unknown.
+    may process its rows one at a time. The bound is 0 if the model has a sliding window, if a ring
+    may replace the kernel, or if the kernel might not store scores. No size in `shape` may be -1.
+    Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

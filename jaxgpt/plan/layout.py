@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def host_traffic(self) -> int:
-        """Bytes copied between a device and host memory in a step; 0 if `memory.in_host` is 0.
+        """Bytes copied between a device and host memory per step; 0 if `memory.in_host` is 0.
 
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update
@@ -298,7 +298,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dict for JSON. The units are bytes, seconds and FLOPs.
 
-        It contains everything in `summary`, the configuration, the number of parameters, the
+        It contains everything in `summary`, plus the configuration, the number of parameters, the
         devices, the attention kernel, the warnings and the FLOPs. `collectives` holds the fields of
         each `Collective`, with `bytes_sent` and `over` (see `link`).
         """

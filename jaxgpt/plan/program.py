@@ -65,7 +65,7 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
     float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls are replaced
     by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory. Layers are
-    scanned. For `cpu`, only `with_fewer_replicas` changes the step. Loss masks of the data are
+    scanned. For `cpu`, only `with_fewer_replicas` changes the step. The data's loss masks are
     ignored.
 
     JAX must already simulate the devices of the mesh that `with_fewer_replicas` returns, and
@@ -160,8 +160,8 @@ def optimizer_flops(config: Config, shape: MeshShape) -> int:
 def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshShape]:
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
-    Only the number of replicas and the batch size change, so each device stores the same number of
-    bytes of state. If the layout has two or more replicas, at least two remain. If the replicas
+    Only the number of replicas and the batch size change, so the size of the state on each device
+    stays the same. If the layout has two or more replicas, at least two remain. If the replicas
     divide the batch evenly, each replica processes the same number of rows as before. A size of -1
     for the replica axis counts as 1.
     """

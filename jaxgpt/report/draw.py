@@ -50,7 +50,7 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
-    """Plot the panels whose first curve has values in any run, and write the plots to a file.
+    """Plot each panel whose first curve has values in at least one run, and write a file.
 
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """

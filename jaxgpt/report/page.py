@@ -72,9 +72,9 @@ class Plots:
         ]
 
     def update(self) -> None:
-        """Update the existing figures from the records of the runs.
+        """Update the figures from the records of the runs.
 
-        Call `RunFiles.refresh` first to read new records. Figures are never added.
+        Call `RunFiles.refresh` first to read new records. No figures are added.
         """
         for (i, run), panel in itertools.product(enumerate(self.runs), PANELS):
             *curves, marks = series_of(run, panel, self._limit)

@@ -13,10 +13,11 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 
 
 def serve(paths: Sequence[Path], port: int) -> None:
-    """Serve the `MAX_RUNS` most recently active runs at / and each run at /NAME until interrupted.
+    """Serve the `MAX_RUNS` most recently active runs at /, and each run at /NAME.
 
-    Runs that are created later are shown only at /, after a reload. The files in run directories
-    are not served. Call this in the main thread.
+    Blocks until interrupted. New runs appear only at /, after the page is reloaded. The files
+    in run directories are not served. Call this in the main thread.
+
     Raises `UsageError` if a path has no run, if a metrics.jsonl cannot be read, if Bokeh is not
     installed, or if the port cannot be opened.
     """
@@ -39,9 +40,9 @@ def serve(paths: Sequence[Path], port: int) -> None:
 def page_of(paths: Sequence[Path]) -> Callable[[Any], None]:
     """Return a function that fills a Bokeh document with runs in `paths`.
 
-    These are the `MAX_RUNS` most recently active runs when the function is called. Their records
-    are then updated every `PERIOD` ms. The function raises `UsageError` if a path has no run or a
-    metrics.jsonl cannot be read, and `OSError` if a starts.jsonl cannot be read.
+    The document shows the `MAX_RUNS` most recently active runs, and is updated every `PERIOD` ms.
+    The function raises `UsageError` if a path has no run or a metrics.jsonl cannot be read, and
+    `OSError` if a starts.jsonl cannot be read.
     """
 
     def fill(document: Any) -> None:

@@ -85,7 +85,7 @@ def check_faults(config: Config, n_devices: int) -> None:
 
 
 def describe_faults(config: Config) -> list[str]:
-    """Return log lines about the configured faults; empty if there are none.
+    """Return log lines about the configured faults, if any.
 
     Raises `UsageError` if faults.random_tokens is malformed.
     """

@@ -35,7 +35,7 @@ class Tracker(Protocol):
         """
 
     def log(self, record: Record) -> None:
-        """Write one record. `Record.to_dict` returns its kind, step and values."""
+        """Write the kind, step and values of one record; see `Record.to_dict`."""
 
     def rewind(self, step: int) -> None:
         """Drop all steps after `step`, because the run will repeat them."""

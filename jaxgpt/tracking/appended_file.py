@@ -25,8 +25,8 @@ def printable(text: str) -> str:
 class AppendedFile:
     """A text file that replaces control characters (see `printable`).
 
-    Lines that cannot be written stay in memory, and each later write retries them. At most the
-    last `LIMIT` lines are kept. Several threads may use the file at the same time.
+    Lines that cannot be written are kept in memory (at most the last `LIMIT` lines), and each later
+    write retries them. Several threads may use the file at the same time.
     """
 
     def __init__(self, path: Path, keep: bool = True):
@@ -38,7 +38,7 @@ class AppendedFile:
         self._lock = threading.RLock()
 
     def write(self, *lines: str) -> None:
-        """Append up to `LIMIT` lines that end with a newline. Raises `OSError` on failure."""
+        """Append at most `LIMIT` lines, each ending with a newline. Raises `OSError` on failure."""
         with self._lock:
             self._write(map(printable, lines))
 

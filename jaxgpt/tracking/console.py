@@ -35,8 +35,8 @@ class Console:
     def width(self) -> int | None:
         """Width of the output terminal in columns, or None if it is unknown.
 
-        If mpiexec on this host forwards the output through a pipe, this is the width of mpiexec's
-        terminal. Otherwise, the environment variable COLUMNS overrides the width.
+        If stdout is a terminal, the environment variable COLUMNS overrides its width. If mpiexec on
+        this host forwards the output through a pipe, this is the width of mpiexec's terminal.
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
@@ -50,7 +50,7 @@ class Console:
         return None
 
     def info(self, text: str, full: str = "") -> None:
-        """Write `text` to the log file with the time. A process that prints also prints it.
+        """Write `text` to the log file with the time, and print it if this process prints.
 
         Printed text is wrapped, and appears above the progress bar. Control characters are
         replaced. If `full` is given, it replaces `text` in the log file. If there is no log file,

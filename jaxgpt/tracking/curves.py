@@ -39,10 +39,10 @@ TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record, except its step, by tag, such as `train/loss`.
+    """Return the numbers in a record (except its step) by tag, such as `train/loss`.
 
-    `record` is the result of `Record.to_dict`. Numbers in lists are left out, and so is a false
-    `skipped`. For a goodput record, the result has only the fraction of the time spent on each
+    `record` is the result of `Record.to_dict`. Numbers in lists are left out, and so is `skipped`
+    if it is False. For a goodput record, the result has only the fraction of the time spent on each
     activity. The result is empty if the kind of the record is not in `GROUPS`.
     """
     kind = record["kind"]

@@ -23,7 +23,7 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Return a duration, rounded to whole seconds, such as `1:01:01` or `2 days, 1:01:01`.
+    """Return a duration in whole seconds as text, such as `1:01:01` or `2 days, 1:01:01`.
 
     `seconds` must be finite.
     """
@@ -94,7 +94,7 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return the legend of the training lines: one line for the step, each metric and each corpus.
+    """Return the legend of the training lines: a line each for the step, metrics and corpora.
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
     given, the legend omits the corpora, and any metrics that rarely fit in a training line of that

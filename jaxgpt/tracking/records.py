@@ -116,7 +116,10 @@ class DamageRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptionRecord(Record):
-    """Devices whose parameters differ from their replicas. The run continues after `step`."""
+    """Devices whose parameters differ from those of their replicas.
+
+    The run continues after `step`.
+    """
 
     kind = "corruption"
     found: int  # step after which the devices were compared

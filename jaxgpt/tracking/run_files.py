@@ -89,8 +89,8 @@ class RunFiles:
     def tokens_at(self, steps: Sequence[float] | np.ndarray) -> np.ndarray:
         """Return the number of tokens consumed up to each step: float64 (N,).
 
-        Values are interpolated from 0 at step 0 to each training record, and are constant after the
-        last record.
+        Values are interpolated between training records, with 0 at step 0. They are constant after
+        the last record.
         """
         return np.interp(steps, *self._tokens)
 
@@ -128,9 +128,9 @@ class RunFiles:
     def state(self) -> str:
         """Return the state of the run: `running`, `done`, `stopped` (on request) or `dead`.
 
-        A locked run is `running`. Locks may be local to a host, and only Linux can check them. If
-        the lock of a run cannot be checked, the run is also `running` if it wrote to a log in the
-        last `RECENT` seconds, unless its newest goodput record says that it ended. Do not call this
+        A locked run is `running`. Locks can be checked only on Linux, and sometimes only on the
+        run's host. A run whose lock cannot be checked is `running` if it wrote to a log in the last
+        `RECENT` seconds, and its newest goodput record does not say that it ended. Do not call this
         in the process that trains the run, because it would release the run's lock.
         """
         lock, goodput = self.directory / ".lock", self.records["goodput"]

@@ -30,8 +30,8 @@ class Wandb:
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
     `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
-    raise W&B's own errors, `ValueError` if the file with the ID is damaged, and `OSError` if it
-    cannot be read or written or if metrics.jsonl cannot be read.
+    raise W&B's own errors. They raise `ValueError` if the file with the ID is damaged, and
+    `OSError` if this file cannot be read or written, or if metrics.jsonl cannot be read.
     """
 
     extra = "wandb"  # required package, and the jaxgpt extra of the same name

@@ -49,8 +49,8 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
-# If XLA used Triton for the matmuls of kernels/float8.py, or merged matmuls that share an operand
-# (such as the query and key projections), it would compute them in bfloat16.
+# XLA would compute the matmuls of kernels/float8.py in bfloat16 if it used Triton, or if it merged
+# matmuls that share an operand (such as the query and key projections).
 FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 

@@ -55,9 +55,9 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     """Return the scores (B, T) of all tokens except each row's first, without dropout.
 
     Args:
-        tokens: int32 (B, T+1). B must be divisible by the mesh axes that split rows, and T by those
-            that split positions. T may be smaller than model.block_size. Short rows are padded with
-            `NO_TOKEN`, whose loss is 0.
+        tokens: int32 (B, T+1). B must be divisible by the number of devices that rows are split
+            over, and T by the number that positions are split over. T may be smaller than
+            model.block_size. Short rows are padded with `NO_TOKEN`, whose loss is 0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:

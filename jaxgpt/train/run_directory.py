@@ -62,7 +62,7 @@ FILES = (METRICS, "train.log", "samples.txt", "rewinds.json")  # existing files 
 class Run:
     """A run that is ready to start.
 
-    All processes hold the same values, but the data may be at other paths on other hosts.
+    All processes hold the same values, but the paths of the data may differ between hosts.
     """
 
     config: Config  # with model.vocab_size, `out` and the skip ranges of earlier commands
@@ -89,7 +89,7 @@ class Run:
         return self.batch_sizes.consumed(step) * self.config.model.block_size
 
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
-        """Return the JSON for a checkpoint of `step`, without the keys that saving it adds.
+        """Return the JSON for a checkpoint of `step`, except for keys that are added later.
 
         `rows` loads the training data.
         """

@@ -14,11 +14,11 @@ def encode_answers(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (token IDs, loss weights) for each document: int64 and uint8, shape (tokens,).
 
-    The weight is 1 for the tokens of answers and 0 for all others. The whole text is tokenized at
-    once, unless a token would cross the start or end of an answer. In that case, the text is split
-    there before it is tokenized, because at inference the model sees only the prompt. There must be
-    at least one document. All documents must have text, answers and the same `has_special`. Raises
-    `UsageError` like `Tokenizer.encode_batch`.
+    The weight is 1 for answer tokens and 0 for all others. The whole text is tokenized at once,
+    unless a token would cross the start or end of an answer. In that case, the text is split there
+    before it is tokenized, because at inference the model sees only the prompt. There must be at
+    least one document. All documents must have text, answers and the same `has_special`. Raises
+    `UsageError` as `Tokenizer.encode_batch` does.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special

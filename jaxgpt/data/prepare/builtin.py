@@ -85,8 +85,8 @@ def prepare_text(
             tokenizer's template.
         val_share: share of the data to use for validation; if 0 or None, a default in `corpus.py`
             applies. Megatron data is not split.
-        split: `train`, `val` or `test`, for all of the text. By default, the text is divided into
-            training and validation data.
+        split: `train`, `val` or `test`, to use all of the text for this split. By default, the text
+            is divided into training and validation data.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, if `tokenizer` is a path; see `load_tokenizer`.
         pool: processes that tokenize files; by default, this process tokenizes them.

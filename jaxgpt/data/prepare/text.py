@@ -55,10 +55,10 @@ class InputFile:
         `advance` is called with the number of bytes read from the file.
 
         Raises:
-            UsageError: if the file cannot be read or encoded, is not UTF-8 text or has an invalid
-                line, if a long text file cannot be split without changing its tokens, if a chat
-                template is missing, invalid or unnecessary, or if a required package is missing or
-                too old.
+            UsageError: if the file cannot be read or tokenized, if it is not UTF-8 or has an
+                invalid line, if a long text file cannot be split without changing its tokens, if a
+                chat template is missing, invalid or unnecessary, or if a required package is
+                missing or too old.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)

@@ -200,7 +200,7 @@ def memory(commands: Commands) -> Iterator[Row]:
     """Compare the memory and step time that `plan` predicts with the results of `bench step`.
 
     A step time that `plan` does not predict is left out. Reuses the measurements of earlier checks.
-    Raises `Missing` if the hardware table does not have this GPU, or if the peak memory is unknown.
+    Raises `Missing` if this GPU is not in the hardware table, or if the peak memory is unknown.
     Also raises whatever `Commands.json` raises.
     """
     for name, (_, settings) in _steps(commands).items():
@@ -293,7 +293,7 @@ Check = tuple[Callable[[Commands], Iterator[Row]], float]
 
 
 def ab_check(changes: Sequence[str]) -> dict[str, Check]:
-    """Return a check of `changes` by name, in the format of `CHECKS`."""
+    """Return a check that times each of `changes`, in the format of `CHECKS`."""
     return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), 90)}
 
 

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The value as text, or "-" if there is none. Numbers are rounded, with their unit."""
+        """The value as text, or "-" if there is none. Numbers are rounded and have their unit."""
         if isinstance(self.value, str) or self.value is None:
             return self.value or "-"
         if self.unit == "%":

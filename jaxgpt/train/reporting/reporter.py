@@ -372,7 +372,7 @@ class Reporter:
         """Log how the run ended, and close every log and tracker.
 
         If the last evaluation was at `step`, its losses are appended to `last_line`. `has_failed`
-        is True unless the run has finished, or was stopped by a signal or the time limit.
+        is False if the run finished, or was stopped by a signal or the time limit.
         """
         self._console.end_progress()
         if self._evaluated is not None and self._evaluated.step == step:
