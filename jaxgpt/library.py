@@ -150,7 +150,7 @@ def load_model(
             `hf:`.
         step: the step of the checkpoint to load; by default, the newest checkpoint.
         mesh: the mesh to run the model on, in the format of `--mesh`.
-        dtype: compute dtype, float32 or bfloat16; by default, the dtype of the run.
+        dtype: compute dtype, float32 or bfloat16; by default, train.dtype of the run.
         batch_size: number of rows to compute at once. It is rounded up to a multiple of the number
             of devices that the batch is sharded over.
         cluster: the processes of the job; None means only this process.
@@ -160,7 +160,8 @@ def load_model(
             is damaged or cannot be read, if a model cannot be converted, if `step`, `dtype` or
             `batch_size` is invalid, if the mesh does not fit the devices or the model, or if
             `cluster` is None in a job with several processes.
-        OSError: if no temporary folder can be created for the weights of a Hugging Face model.
+        OSError: if the folder is not accessible, or if no temporary folder can be created for the
+            weights of a Hugging Face model.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
     """
     if dtype not in (None, "float32", "bfloat16"):

@@ -27,7 +27,7 @@ UNCHANGED = "unchanged"
 
 
 class Change(NamedTuple):
-    """A change to the step, parsed from words such as `xla_gpu_autotune_level=0`."""
+    """A change to the step, parsed from arguments such as `xla_gpu_autotune_level=0`."""
 
     config: Config
     xla_options: dict[str, Any]

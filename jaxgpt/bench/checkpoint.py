@@ -94,9 +94,9 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     """Measure the time to save a checkpoint, until all files are on disk.
 
-    This replaces any earlier checkpoint in the job's folder. Returns the seconds of the slowest
-    process as `save_seconds`, and the seconds until training could have continued as
-    `save_blocks_seconds`. All processes call this together. Raises `OSError` if an earlier
+    This replaces any earlier checkpoint in the job's folder. Returns two times in seconds, each
+    of the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
+    until training can continue. All processes call this together. Raises `OSError` if an earlier
     checkpoint cannot be removed. Also raises whatever `Checkpoints.save` and `Checkpoints.close`
     raise.
     """
@@ -122,7 +122,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Measure the time to restore the checkpoint that `save` wrote, and verify its checksums.
 
-    Returns the seconds of the slowest process as `restore_seconds`. All processes call this
+    Returns `restore_seconds`, the time of the slowest process in seconds. All processes call this
     together. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever
     `Checkpoints.restore` raises.
     """

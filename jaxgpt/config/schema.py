@@ -96,7 +96,8 @@ class ModelConfig:
     dropout: Rate = 0.0
     """Dropout rate for embeddings, attention weights and residuals; usually 0 for pre-training."""
     vocab_size: VocabSize | None = None
-    """Vocabulary size, V. If None, it is read from the data's meta.json."""
+    """Vocabulary size, V. If None, it is the size of data.tokenizer or is read from the data's
+    meta.json."""
     tie_embeddings: bool = True
     """Share weights between the token embedding and the output layer."""
     scale_embeddings: bool = False
@@ -110,8 +111,8 @@ class ModelConfig:
     logit_softcap: Positive | None = None
     """Soft cap c of the logits, which become c tanh(logits / c) (Gemma 2). None disables it."""
     attention: str = "auto"
-    """Attention kernel. auto picks the first kernel that can run, and logs its name. The error
-    for an unknown name lists all kernels."""
+    """Attention kernel. auto picks the first kernel that can run and suits the sequence length, and
+    logs its name. The error for an unknown name lists all kernels."""
 
     @property
     def kv_heads(self) -> int:

@@ -82,7 +82,8 @@ class Tokenizer(abc.ABC):
         """Return a position near the end of `text` where splitting should not change the tokens.
 
         Returns 0 if no such position is found. An `HFTokenizer` checks only the text around the
-        position. `text` must not contain surrogates.
+        position, and raises `UsageError` if it cannot encode this text. `text` must not contain
+        surrogates.
         """
         return len(text)
 

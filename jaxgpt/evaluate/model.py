@@ -336,7 +336,7 @@ class Model:
             tokens: token IDs of one sequence (T,) or of a batch (B, T). T is at most `block_size`.
 
         Raises `UsageError` if a token is not in the vocabulary, if there are too many tokens or
-        none, or if `tokens` has another shape or dtype.
+        none, or if `tokens` has the wrong shape or dtype.
         """
         given = self._check_tokens(tokens)
         texts = given.reshape(-1, given.shape[-1])

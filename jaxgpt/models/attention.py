@@ -60,7 +60,7 @@ def cuda_capability(device: jax.Device) -> float:
 
 
 class AttentionSetting(NamedTuple):
-    """Settings that determine which attention kernels can run."""
+    """Settings that determine which attention kernels can run, and how they are built."""
 
     config: ModelConfig
     dtype: str  # train.dtype

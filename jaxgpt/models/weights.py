@@ -49,7 +49,7 @@ class Weight:
         """The indices of the stacked dims, of the input dims and of the output dims.
 
         A weight has a separate matrix for each layer and, if it has parts (such as `qkv`), for each
-        part. The stacked dims distinguish these matrices.
+        part. The stacked dims index these matrices.
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
         others = tuple(i for i in range(len(self.shape)) if i not in stacked)

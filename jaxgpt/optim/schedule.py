@@ -8,7 +8,7 @@ from jaxgpt.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
-    """Return the learning rate of a step: a linear warm-up, then `schedule`.
+    """Return the learning rate at a step: a linear warm-up, then `schedule`.
 
     Steps are counted from 1. The warm-up reaches the peak, `learning_rate`, at step `warmup_iters`.
     Without a warm-up, the schedule begins at step 0. The cosine and wsd schedules end at step

@@ -148,8 +148,8 @@ def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
 def optimizer_flops(config: Config, shape: MeshShape) -> int:
     """Return the FLOPs that each device spends on the optimizer's matmuls in one step.
 
-    The result is 0 for every optimizer except Muon. Raises `UsageError` under the same conditions
-    as `weights`.
+    The result is 0 for every optimizer except Muon. With parallel.offload, it can be too low; see
+    `update_flops`. Raises `UsageError` under the same conditions as `weights`.
     """
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
     rules, described = partition.opt_state_rules(config.parallel.zero_stage), weights(config.model)

@@ -293,7 +293,7 @@ def _collectives_library(device: Any) -> str:
 
 
 def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
-    """Return an IP address at which the other hosts can reach this host.
+    """Return an IP address that other hosts can use to reach this host.
 
     If all processes are on one host, this may be a loopback address. All processes must call this.
     Raises the same `OSError` as `address_towards`.

@@ -62,7 +62,10 @@ class AppendedFile:
         self.reopen()
 
     def reopen(self) -> None:
-        """Close the file. The next write reopens the path, which may be a new file by then."""
+        """Close the file. The next write reopens the path, which may be a new file by then.
+
+        Raises `OSError` if closing fails, for example because a disk quota is exceeded on NFS.
+        """
         with self._lock:
             file, self._file = self._file, None
             if file is not None:

@@ -113,7 +113,7 @@ def set_up(
 
 
 def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
-    """Return the warnings of `steps`, plus one if the `tensor` axis spans several hosts."""
+    """Return the warnings for `steps`, plus one if the `tensor` axis spans several hosts."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 

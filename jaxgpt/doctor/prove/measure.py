@@ -134,8 +134,8 @@ class Commands:
     def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
         """Run a command with --json, like `run`, and return the JSON object that it prints.
 
-        Raises `ValueError` if there is no JSON object in the output. Also raises whatever `run`
-        raises.
+        Raises `ValueError` if the output does not end with a JSON object. Also raises whatever
+        `run` raises.
         """
         printed = self.run(module, *words, "--json", **variables)
         return json.loads(printed[printed.index("{") :])

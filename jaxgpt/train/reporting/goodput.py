@@ -45,7 +45,7 @@ class Goodput:
             self.write()
 
     def write(self, is_last: bool = False) -> None:
-        """Write a record. `is_last` is True if the run has finished or was stopped on request."""
+        """Write a record. `is_last` is True if the run has finished or was told to stop."""
         before, now = self._logged, self._clock.seconds()
         spent = {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
         self._log(
