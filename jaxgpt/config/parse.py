@@ -287,17 +287,21 @@ def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list
 
 
 def train_command(
-    argv: Sequence[str], config: str | None = None, quote: Callable[[str], str] = shlex.quote
+    argv: Sequence[str],
+    config: str | None = None,
+    quote: Callable[[str], str] = shlex.quote,
+    n_devices: int | None = None,
 ) -> tuple[str, list[str], list[str]]:
     """Translate another program's arguments.
 
     Returns the jaxgpt.train command, remarks, and the arguments and invalid values that are left
     out of the command. `config` is the preset to use if the arguments neither select a preset nor
     identify the other program. None means no preset. `quote` quotes an argument for the shell.
+    `n_devices` is the number of devices, or None if it is unknown.
     A value with a shell variable, such as $SIZE, is copied unchecked unless it needs conversion.
     Invalid values with a known fix are corrected. The remarks explain each correction and omission.
     """
-    line = translate(argv, presets(), guesses=False)
+    line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
     wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words))}
     given, left_out = _corrected(line, wrong)

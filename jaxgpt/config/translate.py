@@ -53,7 +53,10 @@ class CommandLine:
 
 
 def translate(
-    argv: Sequence[str], presets: Mapping[str, Path], guesses: bool = True
+    argv: Sequence[str],
+    presets: Mapping[str, Path],
+    guesses: bool = True,
+    n_devices: int | None = None,
 ) -> CommandLine:
     """Return the settings that a command line describes.
 
@@ -65,6 +68,7 @@ def translate(
         argv: The arguments, which may be flags of other programs.
         presets: The preset files by name.
         guesses: Replace an unknown key with its probable meaning. If False, leave it out.
+        n_devices: The number of devices, or None if it is unknown.
     """
     line, ignored = CommandLine(), []
     for argument, shown, key, values in _arguments(argv, presets, line):
@@ -103,7 +107,7 @@ def translate(
                 line.left_out.append(argument)
     if ignored:
         line.notes.append(f"ignored (no effect here): {', '.join(ignored)}")
-    _finish(line, presets)
+    _finish(line, presets, n_devices)
     return line
 
 
@@ -258,7 +262,7 @@ def _put_all(line: CommandLine, text: str, values: list[str], argument: str) -> 
             line.put(key, words, argument)
 
 
-def _finish(line: CommandLine, presets: Mapping[str, Path]) -> None:
+def _finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None) -> None:
     """Apply the values that depend on other settings."""
     later = line.later
     if "experiment" in later:
@@ -290,7 +294,7 @@ def _finish(line: CommandLine, presets: Mapping[str, Path]) -> None:
         line.notes.append(f"{line.shown['load']}: means --out, which also resumes the run")
     _set_strategy(line)
     _set_mesh(line)
-    _set_batch(line)
+    _set_batch(line, n_devices)
     _set_schedule(line)
     _set_sizes(line)
 
@@ -453,20 +457,16 @@ def _set_mesh(line: CommandLine) -> None:
         line.words["parallel.mesh"] = [str(shape)]
 
 
-def _set_batch(line: CommandLine) -> None:
-    """Set the batch size from the microbatch flags of Megatron, nanoGPT and MaxText."""
+def _set_batch(line: CommandLine, n_devices: int | None) -> None:
+    """Set the batch size and gradient accumulation from flags of Megatron, nanoGPT and MaxText."""
     later, words = line.later, line.words
     if "per_device" in later or "pipeline_microbatches" in later:
         _set_maxtext_batch(line)
-    if "micro_batch_size" in later:
+    if "micro_batch_size" in later and "train.batch_size" in words:
+        _set_accumulation(line, n_devices)
+    elif "micro_batch_size" in later:
         shown = line.shown["micro_batch_size"]
-        if "train.batch_size" in words:
-            line.notes.append(
-                f"{shown}: ignored, because the global batch size is given; if memory is short, "
-                "train.gradient_accumulation_steps=N splits the batch into N microbatches"
-            )
-        else:
-            line.put("train.batch_size_per_device", later["micro_batch_size"], shown)
+        line.put("train.batch_size_per_device", later["micro_batch_size"], shown)
     if "nanogpt_accumulation" in later:
         shown, n = line.shown["nanogpt_accumulation"], _whole(later["nanogpt_accumulation"][0])
         rows = _number(line, "train.batch_size")
@@ -483,6 +483,51 @@ def _set_batch(line: CommandLine) -> None:
                 f"{shown}: use train.gradient_accumulation_steps=N to split the global batch of "
                 "train.batch_size sequences into N microbatches",
             )
+
+
+def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
+    """Set the number of microbatches as Megatron computes it from both batch sizes.
+
+    It depends on the number of devices. If this is unknown, add a note with the formula.
+    """
+    key, shown = "train.gradient_accumulation_steps", line.shown["micro_batch_size"]
+    size, total = _whole(line.later["micro_batch_size"][0]), _number(line, "train.batch_size")
+    try:
+        shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
+        shape = shape.fill(n_devices) if n_devices else shape
+    except ValueError:
+        size = None
+    if key in line.words:
+        value = " ".join(line.words[key])
+        line.notes.append(f"{shown}: ignored, because {key}={value} is given")
+    elif not size or not total:
+        line.notes.append(
+            f"{shown}: ignored, because the global batch size is given; {key}=N splits the batch "
+            "into N microbatches"
+        )
+    elif any(shape[axis] == -1 for axis in axes_with("splits_batch")) and total % size == 0:
+        n_sharing = shape.n_devices // shape.split_of("splits_batch")
+        line.notes.append(
+            f"{shown}: ignored, because the number of devices is unknown; for the microbatches of "
+            f"Megatron, set {key}=N, where N is {total // size * n_sharing} divided by the "
+            "number of devices"
+        )
+    else:
+        n_groups = shape.split_of("splits_batch")
+        n, rest = divmod(total, size * n_groups)
+        if rest:
+            line.notes.append(
+                f"{shown}: ignored, because the global batch size, {total}, is not a multiple of "
+                f"{size} x {n_groups} (the data-parallel size); {key}=N splits the batch into N "
+                "microbatches"
+            )
+            return
+        if n > 1:
+            line.put(key, [str(n)], shown)
+        line.notes.append(
+            f"{shown}: means {key}={n}, which is {total} / ({size} x {n_groups}), because the "
+            f"data-parallel size is {n_groups}"
+        )
 
 
 def _set_maxtext_batch(line: CommandLine) -> None:

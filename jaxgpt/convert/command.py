@@ -177,7 +177,8 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
     for word in launcher:  # MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
         if word.startswith(("CONFIG=", "CONFIG_FILE=")) and "run_train.sh" in parts[index]:
             arguments = ["--config", word.partition("=")[2], *arguments]
-    line, remarks, left_out = train_command(arguments, preset, _quote)
+    prefix, n_devices = _launcher(launcher)
+    line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
     if left_out:
         remarks.append(f"left out: {', '.join(left_out)}")
     for remark in remarks:
@@ -187,7 +188,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
             f"note: not set in the script: {', '.join(f'${name}' for name in unset)}",
             file=sys.stderr,
         )
-    return f"{_launcher(launcher)}{line}", left_out
+    return f"{prefix}{line}", left_out
 
 
 def _quote(word: str) -> str:
@@ -195,12 +196,12 @@ def _quote(word: str) -> str:
     return word if re.fullmatch(r"[\w@%+=:,./${}-]+", word) else shlex.quote(word)
 
 
-def _launcher(words: list[str]) -> str:
-    """Return the jaxgpt.launch prefix for the options of another launcher.
+def _launcher(words: list[str]) -> tuple[str, int | None]:
+    """Return the jaxgpt.launch prefix for another launcher, and the number of processes.
 
-    Returns an empty string for a single process. If the script computes the number of processes
-    from unknown values, the prefix has no `-n`, and jaxgpt.launch uses all hosts of the job. A note
-    says so.
+    The prefix is an empty string for a single process. The number is None if it is not given. If
+    the script computes it from unknown values, the prefix has no `-n`, and jaxgpt.launch uses all
+    hosts of the job. A note says so.
     """
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
@@ -219,10 +220,10 @@ def _launcher(words: list[str]) -> str:
         )
         number = ""
     else:
-        if total is None:
-            total = per_host * (hosts or 1) if per_host else 1
-        if total == 1:
-            return ""
+        if total is None and per_host:
+            total = per_host * (hosts or 1)
+        if total in (None, 1):
+            return "", total
         number = f" -n {total}"
         per_host = per_host or (total // hosts if hosts else None)
-    return f"python -m jaxgpt.launch{number}{f' -ppn {per_host}' if per_host else ''} -- "
+    return f"python -m jaxgpt.launch{number}{f' -ppn {per_host}' if per_host else ''} -- ", total

@@ -288,6 +288,39 @@ def test_megatron_s_defaults_are_used_for_its_commands():
     assert any("--config megatron" in text for text in notes)
 
 
+# Megatron's formula (num_microbatches_calculator.py): the number of microbatches is the global
+# batch size / (micro-batch size x data-parallel size). The data-parallel size is the number of
+# devices / (tensor x pipeline x context).
+@pytest.mark.parametrize(
+    ("flags", "n_devices", "steps"),
+    [
+        ("--tensor-model-parallel-size 2", 192, ["4"]),
+        ("", 192, ["2"]),
+        ("--pipeline-model-parallel-size 4 --context-parallel-size 2", 192, ["16"]),
+        ("--use-distributed-optimizer --tensor-model-parallel-size 2", 192, ["4"]),
+        ("--mesh 2,48,2", None, ["4"]),
+        ("", 384, None),  # one microbatch
+        ("", 5, None),  # 5 x 4 does not divide 1536
+        ("--tensor-model-parallel-size 5", 192, None),
+        ("--gas 6", 192, ["6"]),
+        ("--tensor-model-parallel-size 2", None, None),
+    ],
+)
+def test_microbatches_are_megatron_s(flags, n_devices, steps):
+    argv = f"--micro-batch-size 4 --global-batch-size 1536 {flags}".split()
+    line = translate(argv, presets(), n_devices=n_devices)
+    assert line.words.get("train.gradient_accumulation_steps") == steps
+    assert line.words["train.batch_size"] == ["1536"]
+    assert sum(note.startswith("--micro-batch-size 4: ") for note in line.notes) == 1
+
+
+def test_unknown_devices_give_the_formula_of_the_microbatches():
+    line = "--micro-batch-size 4 --global-batch-size 1536 --tensor-model-parallel-size 2"
+    _, notes = parse(line)
+    formula = "steps=N, where N is 768 divided by the number of devices"  # 1536 x 2 / 4
+    assert any(formula in note for note in notes)
+
+
 @pytest.mark.parametrize(
     "line",
     ["--save ck --load ck", "--merge-file m", "--tokenizer-type GPT2BPETokenizer --merge-file m"],

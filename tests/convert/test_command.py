@@ -96,6 +96,22 @@ def test_a_known_number_of_processes_is_kept(capsys):
     assert line.startswith("python -m jaxgpt.launch -n 8 -- ") and "before the job" not in notes
 
 
+@pytest.mark.parametrize("launcher", ["mpiexec -n 8", "torchrun --nproc_per_node=4 --nnodes=2"])
+def test_the_launcher_s_processes_determine_the_microbatches(launcher, capsys):
+    sizes = "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 64"
+    line, notes = convert(capsys, f"{launcher} pretrain_gpt.py {sizes}")
+    assert "train.gradient_accumulation_steps=4" in line.split()  # 64 / (4 x (8 / 2))
+    assert "64 / (4 x 4)" in notes
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec -n $N", ""])
+def test_without_a_number_of_processes_a_note_gives_the_microbatches(launcher, capsys):
+    sizes = "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 64"
+    line, notes = convert(capsys, f"{launcher} python pretrain_gpt.py {sizes}")
+    assert "accumulation" not in line
+    assert "N is 32 divided by the number of devices" in notes  # 64 x 2 / 4
+
+
 def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
     script = tmp_path / "train.sh"
     script.write_text(SCRIPT)
