@@ -157,6 +157,28 @@ def test_a_line_is_converted(capsys, line, command):
     assert convert(capsys, *shlex.split(line))[0] == command
 
 
+# The first command of the course on wordplay, with and without its launcher.
+@pytest.mark.parametrize(
+    ("line", "prefix"),
+    [
+        ("launch python3 __main__.py", "python -m jaxgpt.launch -- "),
+        ("python3 __main__.py", ""),
+        ("mpiexec -n 4 python3 src/wordplay/__main__.py", "python -m jaxgpt.launch -n 4 -- "),
+    ],
+)
+@pytest.mark.parametrize(
+    ("words", "preset"),
+    [("+experiment=shakespeare data=shakespeare", "shakespeare_char"),
+     ("data=shakespeare", "wordplay")],
+)  # fmt: skip
+def test_wordplay_s_main_file_is_recognized(capsys, line, prefix, words, preset):
+    command, _ = convert(capsys, f"{line} {words} train.backend=DDP train.max_iters=100")
+    start = f"{prefix}python -m jaxgpt.train --config {preset} "
+    assert command.startswith(start)
+    config = parse_args(shlex.split(command.removeprefix(prefix))[3:], counts_devices_later=True)
+    assert (config.data.dataset, config.train.max_iters) == ("shakespeare_char", 100)
+
+
 def test_flags_without_an_equivalent_are_named(capsys):
     command, notes = convert(capsys, "python train.py --weird=1 --seed=2", status=1)
     assert command == "python -m jaxgpt.train --config gpt2 train.seed=2"
@@ -191,7 +213,9 @@ def test_a_missing_script_is_named(capsys):
     assert "nowhere/train.sh: no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["ls -l", "", "python other.py", "echo train.py"])
+@pytest.mark.parametrize(
+    "line", ["ls -l", "", "python other.py", "echo train.py", "python __main__.py a=1"]
+)
 def test_a_line_without_a_known_program_is_refused(capsys, line):
     with pytest.raises(SystemExit) as end:
         main(["command", line])
