@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,6 +222,12 @@ def _explain_word(
         line.problems.append(f"{typed}: did you mean {meant}?")
         line.put(key, values, meant)
         del following[:n_words]
+    elif word.endswith((".sh", ".pbs", ".slurm", ".sbatch")):
+        line.leave_out(
+            word,
+            f"{word}: is a shell script; to print jaxgpt's command for it, run "
+            f"python -m jaxgpt.convert command {shlex.quote(word)}",
+        )
     elif os.path.exists(word):
         line.leave_out(
             word,

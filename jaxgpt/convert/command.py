@@ -215,7 +215,7 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
 
     total, per_host, hosts = find(TOTAL), find(PER_HOST), find(HOSTS)
     unknown = [f"{name} {value}" for name, value in pairs if name in TOTAL | HOSTS and "$" in value]
-    if words[:1] == ["launch"] and total is None:  # the alias in wordplay's course
+    if words[:1] == ["launch"] and total is None:  # the launcher in wordplay's course
         number = ""
     elif total is None and unknown:
         print(

@@ -288,6 +288,12 @@ ANSWERED = [
     ("lr train.seed=2", "'lr': must be section.key=value", "train.seed=2"),
     ("--gpus 8", "use --mesh D,F,T", None),
     ("--data.file a.txt", "jaxgpt.prepare text", None),
+    (
+        "train_aGPT_7B.sh train.seed=2",
+        "train_aGPT_7B.sh: is a shell script; to print jaxgpt's command for it, run "
+        "python -m jaxgpt.convert command train_aGPT_7B.sh",
+        "train.seed=2",
+    ),
     ("/ train.seed=2", "/: to train on text, run python -m jaxgpt.prepare", "train.seed=2"),
     ("nonsense=1", "python -m jaxgpt.train --help lists every key", None),
     ("train.zzz=1", "python -m jaxgpt.train --help lists every key", None),
