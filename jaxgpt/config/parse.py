@@ -7,6 +7,7 @@ The strings are then converted to values of the keys' types in the schema.
 import ast
 import dataclasses
 import inspect
+import itertools
 import os
 import shlex
 import sys
@@ -100,7 +101,8 @@ def parse_args(
     """Return the validated configuration that a command line describes.
 
     `--help` prints all keys and exits with status 0. If the first word without a dash is a group
-    (`--help model`), only the keys of this group are printed.
+    (`--help model`), only the keys of this group are printed. A misspelt group after `--help` is an
+    error.
     `train.batch_size_per_device` is converted to `train.batch_size` and set to None (for the
     exception, see `counts_devices_later`).
 
@@ -135,6 +137,7 @@ def parse_args(
     choices = choices or {}
     if is_help(argv):
         words = [word for word in argv if not word.startswith("-")]
+        _check_help_group(argv)
         print(help_text(prog, choices, *words[:1]))
         sys.exit(0)
     line = translate(argv, presets())
@@ -187,6 +190,20 @@ def parse_args(
     for text in line.notes:
         note(text)
     return config
+
+
+def _check_help_group(argv: Sequence[str]) -> None:
+    """Raise `UsageError` if the word after `--help` is not a group of settings.
+
+    Settings and presets are accepted, because `--help` may stand anywhere on a command line.
+    """
+    groups = sorted({key.partition(".")[0] for key in settings() if "." in key})
+    known = {*groups, *presets()}
+    for flag, word in itertools.pairwise(argv):
+        if flag in ("-h", "--help") and not (word.startswith("-") or "=" in word or word in known):
+            near = nearest(word.partition(".")[0], groups)
+            hint = f"did you mean {near}?" if near else f"use one of {', '.join(groups)}"
+            raise UsageError(f"--help {word}: unknown group of settings; {hint}")
 
 
 def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:

@@ -387,6 +387,30 @@ def test_help_for_one_group_shows_its_keys_only(capsys):
 
 
 @pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("optimizr", "did you mean optimizer?"),
+        ("optimizer.name", "did you mean optimizer?"),
+        ("zzz", "use one of checkpoint, data,"),
+    ],
+)
+def test_help_for_an_unknown_group_is_a_mistake(word, hint, capsys):
+    with pytest.raises(UsageError) as caught:
+        parse_args(["--help", word])
+    assert str(caught.value).startswith(f"--help {word}: unknown group of settings; {hint}")
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["--help --config gpt2", "--config gpt2 --help", "--help gpt2", "-h model.n_layer=2"]
+)
+def test_help_works_anywhere_on_a_command_line(line, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_args(line.split())
+    assert end.value.code == 0 and "--model.n_layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("given", "on_cpus", "on_gpus"), [("None", True, False), ("true", True, True), ("False", 0, 0)]
 )
 def test_layers_are_looped_over_where_it_is_asked_for_and_else_on_cpus(given, on_cpus, on_gpus):
