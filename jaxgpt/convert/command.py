@@ -30,6 +30,7 @@ PROGRAMS = {
 TOTAL = {"-n", "-np", "--ntasks"}
 PER_HOST = {"--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node"}
 HOSTS = {"--nnodes", "-N", "--nodes"}
+PYTHON = {"-m", "-u"}  # Python's own options
 NO_COMMANDS = ("if ", "elif ", "case ", "while ", "for ", "[", "echo ")
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -182,6 +183,11 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
             arguments = ["--config", word.partition("=")[2], *arguments]
     prefix, n_devices = _launcher(launcher)
     line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
+    if options := _other_options(launcher):
+        remarks.append(
+            "launcher options left out, because jaxgpt.launch chooses the hosts and the CPU binding: "
+            + ", ".join(options)
+        )
     if left_out:
         remarks.append(f"left out: {', '.join(left_out)}")
     for remark in remarks:
@@ -197,6 +203,21 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
 def _quote(word: str) -> str:
     """Quote a word for the shell, except variables."""
     return word if re.fullmatch(r"[\w@%+=:,./${}-]+", word) else shlex.quote(word)
+
+
+def _other_options(words: list[str]) -> list[str]:
+    """Return another launcher's options, with their values, that `_launcher` does not use."""
+    options: list[str] = []
+    takes_value = False
+    for word in words:
+        is_option = re.match(r"--?\w", word) is not None
+        if is_option:
+            options.append(word)
+        elif takes_value and not re.match(r"python[\d.]*$", word.rpartition("/")[2]):
+            options[-1] += f" {word}"
+        takes_value = is_option and "=" not in word
+    used = TOTAL | PER_HOST | HOSTS | PYTHON
+    return [option for option in options if re.split("[= ]", option)[0] not in used]
 
 
 def _launcher(words: list[str]) -> tuple[str, int | None]:

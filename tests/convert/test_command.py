@@ -91,6 +91,34 @@ def test_an_unknown_number_of_processes_is_left_to_the_launcher(script, launcher
     assert "is not known before the job starts" in notes
 
 
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        (
+            "mpiexec --verbose --envall -n 8 -ppn 4 --hostfile hosts --cpu-bind depth -d 16",
+            "--verbose, --envall, --hostfile hosts, --cpu-bind depth, -d 16",
+        ),
+        (
+            "mpiexec -n 8 --cpu-bind=none --envall /opt/bin/python3.11 -u",
+            "--cpu-bind=none, --envall",
+        ),
+        ("torchrun --standalone --nproc_per_node=8", "--standalone"),
+        ("srun -n 8 --gpus-per-node 4 python", "--gpus-per-node 4"),
+    ],
+)
+def test_a_note_lists_the_launcher_s_options_that_are_left_out(launcher, options, capsys):
+    _, notes = convert(capsys, f"{launcher} pretrain_gpt.py --num-layers 2")
+    (note,) = [line for line in notes.splitlines() if "launcher options left out" in line]
+    assert note.endswith(f": {options}")
+
+
+def test_a_launcher_without_other_options_gets_no_note(capsys):
+    for launcher in ("mpiexec -n 8 -ppn 4 python3 -u -m", "python -m torch.distributed.run -m"):
+        assert (
+            "launcher options" not in convert(capsys, f"{launcher} pretrain_gpt --num-layers 2")[1]
+        )
+
+
 def test_a_known_number_of_processes_is_kept(capsys):
     line, notes = convert(capsys, "srun -N $NNODES -n 8 python pretrain_gpt.py --num-layers 2")
     assert line.startswith("python -m jaxgpt.launch -n 8 -- ") and "before the job" not in notes
