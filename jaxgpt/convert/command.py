@@ -37,6 +37,7 @@ OPERATORS = {
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?([-=?])([^${}]*))?\}|\$(\w+)")
+_SCRIPT_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")  # $@ and ${@:2}
 _ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.DOTALL)
 
 
@@ -178,6 +179,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
     launcher, arguments = parts[:index], parts[index + 1 :]
     ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
     arguments = arguments[: min(ends, default=None)]
+    arguments = [word for word in arguments if not _SCRIPT_ARGUMENTS.fullmatch(word)]
     for word in launcher:  # MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
         if word.startswith(("CONFIG=", "CONFIG_FILE=")) and "run_train.sh" in parts[index]:
             arguments = ["--config", word.partition("=")[2], *arguments]
@@ -185,7 +187,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
     line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
     if options := _other_options(launcher):
         remarks.append(
-            "launcher options left out, because jaxgpt.launch chooses the hosts and the CPU binding: "
+            "launcher options left out, because jaxgpt.launch chooses the hosts and binds processes: "
             + ", ".join(options)
         )
     if left_out:

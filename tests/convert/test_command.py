@@ -213,6 +213,14 @@ def test_flags_without_an_equivalent_are_named(capsys):
     assert "note: left out: --weird=1" in notes
 
 
+@pytest.mark.parametrize("own", ["$@", '"$@"', "$*", '"${@}"', '"${@:2}"'])
+def test_the_script_s_own_arguments_are_left_out(capsys, own):
+    script = f"torchrun pretrain_gpt.py {own} --num-layers 2 --deepspeed {own}\n"
+    command, notes = convert(capsys, script)
+    assert command == "python -m jaxgpt.train --config megatron model.n_layer=2"
+    assert notes == "note: ignored (no effect here): --deepspeed\n"
+
+
 def test_flags_without_an_effect_are_not_a_failure(capsys):
     _, notes = convert(capsys, "python train.py --compile=False --wandb_log=True --seed=2")
     assert "left out" not in notes
