@@ -101,8 +101,8 @@ def parse_args(
     """Return the validated configuration that a command line describes.
 
     `--help` prints all keys and exits with status 0. If the first word without a dash is a group
-    (`--help model`), only the keys of this group are printed. A misspelt group after `--help` is an
-    error.
+    (`--help model`), only the keys of this group are printed. A misspelt group after `--help` is
+    an error.
     `train.batch_size_per_device` is converted to `train.batch_size` and set to None (for the
     exception, see `counts_devices_later`).
 

@@ -532,8 +532,8 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         if n > 1:
             line.put(key, [str(n)], shown)
         line.notes.append(
-            f"{shown}: means {key}={n}, which is {total} / ({size} x {n_groups}), because the "
-            f"data-parallel size is {n_groups}"
+            f"{shown}: means {key}={n}, which is {total} / ({size} x {n_groups}), where "
+            f"{n_groups} is the data-parallel size"
         )
 
 

@@ -187,7 +187,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
     line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
     if options := _other_options(launcher):
         remarks.append(
-            "launcher options left out, because jaxgpt.launch chooses the hosts and binds processes: "
+            "launcher options left out, because jaxgpt.launch chooses hosts and CPU binding: "
             + ", ".join(options)
         )
     if left_out:
@@ -238,7 +238,9 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
 
     total, per_host, hosts = find(TOTAL), find(PER_HOST), find(HOSTS)
     unknown = [f"{name} {value}" for name, value in pairs if name in TOTAL | HOSTS and "$" in value]
-    if words[:1] == ["launch"] and total is None:  # the launcher in wordplay's course
+    # wordplay's course starts commands with `launch`, which uses all devices of the job.
+    is_whole_job = "launch" in words and "accelerate" not in words
+    if is_whole_job and total is None:
         number = ""
     elif total is None and unknown:
         print(

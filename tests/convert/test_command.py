@@ -190,6 +190,7 @@ def test_a_line_is_converted(capsys, line, command):
     ("line", "prefix"),
     [
         ("launch python3 __main__.py", "python -m jaxgpt.launch -- "),
+        ("cd src/wordplay && launch python3 __main__.py", "python -m jaxgpt.launch -- "),
         ("python3 __main__.py", ""),
         ("mpiexec -n 4 python3 src/wordplay/__main__.py", "python -m jaxgpt.launch -n 4 -- "),
     ],
