@@ -27,9 +27,11 @@ PROGRAMS = {
     "train.py": "gpt2",  # nanoGPT
 }
 # Launcher options for the number of processes, processes per host, and hosts.
-TOTAL = {"-n", "-np", "--ntasks"}
-PER_HOST = {"--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node"}
-HOSTS = {"--nnodes", "-N", "--nodes"}
+TOTAL = {"-n", "-np", "--ntasks", "--num_processes"}
+PER_HOST = {
+    "--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node", "--num_gpus",
+}  # fmt: skip
+HOSTS = {"--nnodes", "-N", "--nodes", "--num_nodes", "--num_machines"}
 PYTHON = {"-m", "-u"}  # Python's own options
 NO_COMMANDS = ("if ", "elif ", "case ", "while ", "for ", "[", "echo ")
 OPERATORS = {

@@ -158,6 +158,15 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
         ),
         ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
         (
+            "deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt.py --seed 2",
+            "python -m jaxgpt.launch -n 8 -ppn 4 -- python -m jaxgpt.train --config megatron "
+            "train.seed=2",
+        ),
+        (
+            "accelerate launch --num_processes 8 --num_machines 2 train.py",
+            "python -m jaxgpt.launch -n 8 -ppn 4 -- python -m jaxgpt.train --config gpt2",
+        ),
+        (
             "mpiexec -n 8 -ppn 4 python3 -m wordplay train.max_iters=9 2>&1 | tee a.log",
             "python -m jaxgpt.launch -n 8 -ppn 4 -- python -m jaxgpt.train --config wordplay "
             "train.max_iters=9",
