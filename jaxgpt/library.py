@@ -83,8 +83,9 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
 
     Raises:
         UsageError: if the file or the initial weights cannot be read, if a setting is unknown or
-            malformed, has no effect, or contradicts another setting, if `settings` has `--help`, or
-            if train.batch_size_per_device is used with a mesh that contains -1.
+            malformed, contradicts another setting, or is not used by the chosen optimizer or
+            schedule, if `settings` has `--help`, or if train.batch_size_per_device is used with a
+            mesh that contains -1.
     """
     name = _path("config", config, "the name of a preset, such as 'tiny', or the path of a file")
     if not all(isinstance(word, str) for word in settings):

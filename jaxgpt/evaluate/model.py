@@ -199,8 +199,9 @@ class Model:
             lock: lock of the trainer that owns the parameters. The trainer holds the lock during
                 each step, because a step deletes the old parameters.
 
-        Raises `UsageError` if the mesh does not fit the devices, or if the checkpoint is damaged or
-        cannot be read. Also raises whatever `initialize_jax` and `restore_params` raise.
+        Raises `UsageError` if the mesh does not fit the devices or the model, or if the checkpoint
+        is damaged or cannot be read. Also raises whatever `initialize_jax` and `restore_params`
+        raise.
         """
         if params is None:
             initialize_jax(cluster, mesh_shape(trained.config))

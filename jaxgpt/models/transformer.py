@@ -105,8 +105,8 @@ class GPT(nnx.Module):
             end_of_text: ID of the token that ends a document; attention then stays within
                 documents. If None, each row is one document, so all rows have the same positions.
             loss_chunk: value of train.loss_chunk, a number of tokens.
-            keeps_tables: gather the token embedding once, and reuse it in all three pieces. This is
-                valid only if the network is created, used and dropped within one trace.
+            keeps_tables: gather the token embedding once, and reuse it in a tied output layer. This
+                is valid only if the network is created, used and dropped within one trace.
             stacked: converts a function (key -> block) to a function (L keys -> L stacked blocks),
                 like `nnx.vmap`.
             rngs: random keys for the initial parameters.

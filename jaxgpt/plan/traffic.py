@@ -98,11 +98,13 @@ def step_work(config: Config, mesh: MeshShape) -> Work:
 def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
     """Return the division of the layers into pipeline stages.
 
-    Without a pipeline, there is one group, and parallel.stage_repeats is ignored.
+    Without a pipeline, one group has all layers, and parallel.stage_repeats is ignored.
     """
-    stages = mesh.split_of("splits_layers")
-    repeats = config.parallel.stage_repeats if stages > 1 else 1
-    return LayerGroups(config.model.n_layer, stages, repeats, len(layer_pattern(config.model)))
+    stages, n_layers = mesh.split_of("splits_layers"), config.model.n_layer
+    if stages == 1:
+        return LayerGroups(n_layers, 1, 1, 1)
+    pattern = len(layer_pattern(config.model))
+    return LayerGroups(n_layers, stages, config.parallel.stage_repeats, pattern)
 
 
 def expected_traffic(

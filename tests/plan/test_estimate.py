@@ -227,3 +227,8 @@ def test_repeats_split_layers_only_in_a_pipeline(stages, sizes):
     words = ("model.n_layer=12", "parallel.schedule=circular", "parallel.stage_repeats=3")
     config = load_config("tiny", *words)
     assert layer_groups(config, MeshShape(stage=stages)).sizes == sizes
+
+
+def test_without_a_pipeline_all_layers_are_one_group_even_if_a_pattern_does_not_divide_them():
+    config = load_config("gemma3-1b")  # 26 layers, in a pattern of 6
+    assert layer_groups(config, MeshShape()).sizes == [26]

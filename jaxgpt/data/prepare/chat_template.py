@@ -27,7 +27,7 @@ class Rendered(NamedTuple):
     """A conversation rendered as text."""
 
     text: str
-    answers: list[Range]  # the assistant's messages, including their end-of-turn tokens
+    answers: list[Range]  # the parts of `text` that count toward the loss
 
 
 class ChatTemplate:
