@@ -31,7 +31,7 @@ from jaxgpt.config import (
     shorten,
     skip_ranges,
 )
-from jaxgpt.data.dataset import open_dataset, with_vocabulary
+from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.evaluate.model import (
     Model,
@@ -61,6 +61,7 @@ from jaxgpt.train.resume import (
 )
 from jaxgpt.train.run_directory import (
     Run,
+    open_run_data,
     prepare_default_data,
     with_absolute_paths,
     writable_directory,
@@ -113,7 +114,7 @@ class StepBatch(NamedTuple):
 
     step: int
     tokens: np.ndarray  # int32 (B, T+1): token IDs
-    weights: np.ndarray  # uint8 (B, T+1): loss weight of each target token; 0 masks it
+    weights: np.ndarray  # uint8 (B, T): loss weight of each target; 0 masks it
 
 
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
@@ -127,13 +128,13 @@ def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
         raise UsageError(f"steps={steps}: must be a list of steps, such as [1, 2] or range(1, 3)")
     config = checked(config, CHOICES)
     prepare_default_data(config.data)
-    dataset = open_dataset(config.data, config.model)
+    dataset = open_run_data(config)
     loader = Loader.for_training(dataset, config)
     for step in steps:
         if not is_count(step):
             raise UsageError(f"steps: {step!r} is not a step; steps are integers, from 1")
         rows = range(loader.batch_sizes.at(step))
-        yield StepBatch(int(step), loader.read(step, rows), loader.read_weights(step, rows))
+        yield StepBatch(int(step), loader.read(step, rows), loader.read_weights(step, rows)[:, 1:])
 
 
 def load_model(
@@ -205,7 +206,7 @@ class Trainer:
         config = checked(config, CHOICES)
         self.cluster = cluster = _cluster(cluster, "jaxgpt.Trainer")
         cluster.run_on_all(lambda: cluster.is_main and prepare_default_data(config.data))
-        self.dataset = cluster.run_on_all(open_dataset, config.data, config.model)
+        self.dataset = cluster.run_on_all(open_run_data, config)
         config = with_vocabulary(config, self.dataset)
         config = config.replace(data=with_absolute_paths(config.data))
         self._run = Run(
@@ -332,18 +333,17 @@ class Trainer:
         with contextlib.closing(self.loader.batches(s for s in todo if s not in skips)) as loaded:
             for step in todo:
                 lr = learning_rate(self.config.optimizer, step)
-                scalars: dict[str, Any] = {**dict.fromkeys(STEP_METRICS), "lr": lr}
-                if step not in skips:
-                    batch = next(loaded)
-                    with self._lock, _interrupts_deferred():  # the step deletes the old state
+                record: dict[str, Any] = {"step": step, **dict.fromkeys(STEP_METRICS), "lr": lr}
+                batch = None if step in skips else next(loaded)
+                with self._lock, _interrupts_deferred():  # the step deletes the old state
+                    if batch is not None:
                         state = self._current_state()
                         self._state, metrics = train_step(state, np.int32(step), lr, batch)
-                        self._step = step
-                        self._update_model()
-                    scalars = metrics.scalars
-                self._step = step
-                dispatched.add(scalars["loss"])  # None for a skipped step
-                self._history.append({"step": step, **{n: scalars[n] for n in STEP_METRICS}})
+                        record |= {name: metrics.scalars[name] for name in STEP_METRICS}
+                    self._step = step
+                    self._history.append(record)
+                    self._update_model()
+                dispatched.add(record["loss"])  # None for a skipped step
                 if report:
                     self._read_history()
                     report(dict(self._history[-1]))
@@ -487,8 +487,8 @@ class Trainer:
             )
         if saved and self._folders[directory] < saved[-1] < self.step:
             raise UsageError(
-                f"{directory}: another trainer or command saved step {saved[-1]}; "
-                "restore it first, or give another folder"
+                f"{directory}: has a newer checkpoint, of step {saved[-1]}; restore it first, or "
+                "give another folder"
             )
         if saved and saved[-1] >= self.step:
             raise UsageError(

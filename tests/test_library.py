@@ -109,8 +109,8 @@ def test_rows_of_a_batch_can_be_scored_with_their_last_target():
     with devices_of("1,1,1"):
         scores = np.stack([losses for (losses,) in trainer.model.score(batch.tokens)])
         (record,) = trainer.train(1)
-    assert scores.shape == (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
-    assert scores.mean() == pytest.approx(record["loss"], rel=1e-6)
+    assert scores.shape == batch.weights.shape
+    assert np.average(scores, weights=batch.weights) == pytest.approx(record["loss"], rel=1e-6)
 
 
 def test_a_trainer_remembers_the_steps_of_an_interrupted_call():
@@ -144,7 +144,7 @@ def test_two_trainers_do_not_mix_their_checkpoints(tmp_path):
         other.train(1)
         other.save(tmp_path)
         one.train(2)
-        with pytest.raises(jaxgpt.UsageError, match="another trainer or command saved step 1"):
+        with pytest.raises(jaxgpt.UsageError, match="has a newer checkpoint, of step 1"):
             one.save(tmp_path)
         other.train(1)
         other.save(tmp_path)
@@ -260,7 +260,7 @@ def test_batches_are_those_that_inspect_shows(starts_from_weights, run, capsys):
         inspect.main(["--config", "tiny", "--step", str(batch.step), "--json", *settings])
         shown = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]
         assert batch.tokens.tolist() == shown
-        assert batch.weights.shape == batch.tokens.shape and batch.weights.all()
+        assert batch.weights.shape == batch.tokens[:, 1:].shape and batch.weights.all()
 
 
 def refusals(home):
@@ -365,6 +365,24 @@ def test_a_mistake_is_one_sentence(tmp_path):
             mistake()
         said, *corrected = str(error.value).split("\n")
         assert sentence in said and corrected[:1] in ([], ["corrected settings:"])
+
+
+def test_a_notebook_shows_the_users_own_line_and_the_message():
+    with pytest.raises(jaxgpt.UsageError) as error:
+        jaxgpt.load_config("tiny", "train.max_iters=x")
+    lines = error.value._render_traceback_()
+    assert f'File "{__file__}"' in lines[0] and "jaxgpt.load_config(" in lines[1]
+    assert lines[2].startswith("UsageError: train.max_iters=x: must be") and len(lines) > 2
+    assert not any(f"jaxgpt{os.sep}config" in line for line in lines)
+
+
+def test_weights_of_a_smaller_vocabulary_than_the_datas_get_one_remedy(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare_text(tmp_path / "data", [tmp_path / "a.txt"], "char")
+    trainer_on("1,1,1", f"data.path={tmp_path}/data").save(tmp_path / "run")
+    words = ("tiny", f"train.init_from={tmp_path}/run", "--mesh", "1,1,1")
+    with pytest.raises(jaxgpt.UsageError, match="prepare the data with the tokenizer that"):
+        jaxgpt.Trainer(jaxgpt.load_config(*words))  # the preset's data are bytes
 
 
 def test_errors_of_a_trainer_do_not_mention_options(tmp_path):

@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import traceback
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,8 +23,12 @@ class UsageError(ValueError):
         return "\n".join(" ".join(str(line).splitlines()) for line in self.args)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython and Jupyter show instead of a traceback."""
-        return f"UsageError: {self}".splitlines()
+        """Return the lines that IPython and Jupyter show: the user's own frames and the message."""
+        frames = traceback.extract_tb(self.__traceback__)
+        hidden = str(Path(__file__).parents[1]), os.sep + "site-packages" + os.sep
+        own = [f for f in frames if not any(part in f.filename for part in hidden)]
+        lines = "".join(traceback.format_list(own)).splitlines()
+        return [*lines, *f"UsageError: {self}".splitlines()]
 
 
 def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None:

@@ -51,6 +51,9 @@ class Tokenizer(abc.ABC):
         All other tokenizers raise `UsageError` for a surrogate.
         """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.vocab_size} tokens>"
+
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
         """Return the token IDs of each string: int64, shape (tokens,).
 

@@ -289,7 +289,7 @@ class Model:
         return min(self.block_size, _round_up(length, n_parts))
 
     def score(
-        self, rows: Rows | Sequence[Sequence[int] | np.ndarray], with_likeliest: bool = False
+        self, rows: "Rows | Iterable[Sequence[int] | np.ndarray]", with_likeliest: bool = False
     ) -> Iterator[tuple[np.ndarray, ...]]:
         """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
 

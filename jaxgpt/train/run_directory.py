@@ -175,7 +175,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         check_batch(config, mesh_shape(config, n_devices))
     check_trackers(config.train.trackers)
     notes = prepare_default_data(config.data)
-    dataset = _open_dataset(config)
+    dataset = open_run_data(config)
     dataset.verify()
     config = with_vocabulary(config, dataset)
     config = config.replace(data=with_absolute_paths(config.data))
@@ -200,7 +200,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     init_folder, init_step = meta.get("init_from") or (None, None)
     if resume_step is None and config.train.init_from is not None:
         config, folder, init_step, lines = prepare_weights(config, dataset, directory)
-        init_folder, dataset = str(folder), _open_dataset(config)
+        init_folder, dataset = str(folder), open_run_data(config)
         notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
@@ -257,7 +257,7 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
             raise UsageError(f"train.sample_prompt={prompt!r}: {e}") from None
 
 
-def _open_dataset(config: Config) -> Dataset:
+def open_run_data(config: Config) -> Dataset:
     """Open the data of a run. Raises `UsageError` as `open_dataset` does.
 
     If train.init_from is set, errors about the vocabulary mention this setting.
@@ -287,7 +287,7 @@ def _with_tokenizer_of_run(
     if dataset.tokenizer is not None or file is None or not (directory / file).exists():
         return config, dataset
     config = config.replace(data__tokenizer=str(directory))
-    return config, _open_dataset(config)
+    return config, open_run_data(config)
 
 
 def prepare_default_data(data: DataConfig) -> list[str]:
