@@ -29,7 +29,7 @@ def find_mpiexec() -> tuple[int, list[str]] | None:
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited
-        while process > 1:
+        while process > 0:
             folder = Path(f"/proc/{process}")
             words = (folder / "cmdline").read_text(errors="replace").removesuffix("\0").split("\0")
             # If mpiexec is a script, its name is the second word.

@@ -100,7 +100,8 @@ def read_index(prefix: Path | str) -> Index:
     `prefix` has one of the forms that `prefix_of` accepts.
 
     Raises:
-        UsageError: if a file is missing, unreadable, damaged or empty, or does not contain text.
+        UsageError: if a file is missing, damaged or empty, if PREFIX.idx is unreadable, or if the
+            data is not text.
     """
     prefix = prefix_of(prefix)
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

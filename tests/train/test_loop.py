@@ -356,7 +356,7 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(forty, tmp_path, damage)
 def test_a_run_among_the_checkpoints_of_another_is_refused(forty):
     """That run might remove it, as it removes its own old checkpoints."""
     for out in (forty / "checkpoints", forty / "checkpoints" / "40", forty / "checkpoints" / "new"):
-        with pytest.raises(UsageError, match=rf"out={out}: .* give --out {forty} to cont"):
+        with pytest.raises(UsageError, match=rf"out={out}: .* give {forty} to cont"):
             train_here(*SMALL, "--out", out)
     assert not (forty / "checkpoints" / "new").exists()
 

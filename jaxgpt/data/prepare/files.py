@@ -102,8 +102,9 @@ class _CountingFile(io.FileIO):
 def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, and decompress it if its name ends in .gz.
 
-    `advance` is called with the number of bytes read from the file, before decompression. Raises
-    `UsageError` if the file cannot be opened, or if reading it inside the `with` block fails.
+    `advance` is called with the number of bytes read from the file, before decompression,
+    except by `read()` without a size. Raises `UsageError` if the file cannot be opened, or if the
+    `with` block raises `OSError`, `EOFError` or `zlib.error`.
     """
     try:
         with io.BufferedReader(_CountingFile(path, advance)) as file:
