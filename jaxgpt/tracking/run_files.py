@@ -204,7 +204,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
             names[:] = {*names} - {run.name for run in runs}  # do not search inside runs
         if not inside:
             raise UsageError(
-                f"RUN={path}: is not a run directory or a folder of runs; give the --out of a run"
+                f"RUN={path}: contains no metrics.jsonl of a run; give the --out of a run that "
+                "python -m jaxgpt.train has trained"
             )
         for run in sorted(inside):
             found[run] = run.absolute().name if run == path else str(run.relative_to(path))
