@@ -218,7 +218,7 @@ def row_losses(
     weights: np.ndarray | None,
     cluster: ProcessGroup,
 ) -> np.ndarray:
-    """Return each row's mean loss in nats with the parameters from step `at`: float32 (B,).
+    """Return each row's mean loss in nats: float32 (B,). The parameters are from step `at`.
 
     `tokens` and `weights` come from `_look_up`. The mean is weighted. If all weights of a row are
     0, its mean is 0. This starts JAX. All processes must call this. Raises `UsageError` if the mesh

@@ -25,7 +25,7 @@ class UsageError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython and Jupyter show: the user's own frames and the message."""
         frames = traceback.extract_tb(self.__traceback__)
-        hidden = str(Path(__file__).parents[1]), os.sep + "site-packages" + os.sep
+        hidden = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}site-packages{os.sep}"
         own = [f for f in frames if not any(part in f.filename for part in hidden)]
         lines = "".join(traceback.format_list(own)).splitlines()
         return [*lines, *f"UsageError: {self}".splitlines()]

@@ -192,12 +192,21 @@ def parse_args(
     return config
 
 
+def _sections() -> dict[str, Any]:
+    """Return the sections of a configuration, such as `train`: name -> class."""
+    return {
+        name: section
+        for name, section in inspect.get_annotations(Config).items()
+        if dataclasses.is_dataclass(section)
+    }
+
+
 def _check_help_group(argv: Sequence[str]) -> None:
     """Raise `UsageError` if the word after `--help` is not a group of settings.
 
     Settings and presets are accepted, because `--help` may stand anywhere on a command line.
     """
-    groups = sorted({key.partition(".")[0] for key in settings() if "." in key})
+    groups = sorted(_sections())
     known = {*groups, *presets()}
     for flag, word in itertools.pairwise(argv):
         if flag in ("-h", "--help") and not (word.startswith("-") or "=" in word or word in known):
@@ -532,7 +541,7 @@ def _flatten(
     Also returns a message for each unknown key. The messages begin with `origin`.
     """
     out, problems = {}, []
-    sections = {key.partition(".")[0] for key in settings() if "." in key}
+    sections = _sections()
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
             inner, inner_problems = _flatten(value, origin, f"{name}.")
@@ -587,11 +596,7 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     do not list these. If `group` is a section, the text has only the keys of that section.
     Otherwise, it has all keys, the usage and the names of the presets.
     """
-    sections = {
-        name: section
-        for name, section in inspect.get_annotations(Config).items()
-        if dataclasses.is_dataclass(section)
-    }
+    sections = _sections()
     shown = [name for name in sections if name == group] or list(sections)
     lines = []
     if len(shown) > 1:

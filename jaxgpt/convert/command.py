@@ -205,7 +205,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
 
 
 def _quote(word: str) -> str:
-    """Quote a word for the shell, except variables."""
+    """Quote a word for the shell, but leave variables unquoted."""
     return word if re.fullmatch(r"[\w@%+=:,./${}-]+", word) else shlex.quote(word)
 
 

@@ -237,7 +237,7 @@ class HFTokenizer(FileTokenizer):
         parsed.encode_special_tokens = not parse_special
         try:
             found = parsed.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:
+        except Exception as error:  # `tokenizers` raises plain `Exception`
             raise _not_encodable(error) from None
         finally:
             parsed.encode_special_tokens = True

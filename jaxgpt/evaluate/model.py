@@ -265,7 +265,7 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `UsageError` if the model has none."""
+        """The model's tokenizer. Raises `UsageError` if there is no tokenizer."""
         if self.trained.tokenizer is None:
             raise UsageError(
                 f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "

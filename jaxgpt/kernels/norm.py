@@ -12,8 +12,8 @@ class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
     If `dtype` is None, y is float32 (unlike in Flax). In float32, the output agrees with Flax's. In
-    bfloat16, the output is more accurate, because Flax rounds the scale and the bias first. Of the
-    options that change the computation, only epsilon and use_bias are supported.
+    bfloat16, the output is more accurate, because Flax rounds the scale and the bias first.
+    Supports epsilon and use_bias, but no other option that changes the computation.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -51,8 +51,8 @@ def search_layouts(
 
     Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select the fastest
     combination of schedule, number of microbatches and remat that fits. The best `n` meshes are
-    then compiled, with more remat if needed, and ranked again. Of the meshes that differ only in
-    `data` and `fsdp`, at most two are compiled. Layouts that fit come first, sorted by step time.
+    then compiled, with more remat if needed, and ranked again. At most two of the meshes that
+    differ only in `data` and `fsdp` are compiled. Layouts that fit come first, sorted by step time.
     However, a simpler layout comes before a layout that is only slightly faster (`TIE_RATIO`). If
     step times are unknown, simpler layouts come first. Among layouts that fit, pure data
     parallelism without remat always comes first. A layout whose state alone does not fit is not

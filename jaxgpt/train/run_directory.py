@@ -205,8 +205,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
     skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
-    notes += warnings + rate_after_decay(config, resume_step)
-    notes += rate_in_warmup(config)
+    notes += warnings + rate_after_decay(config, resume_step) + rate_in_warmup(config)
     config = config.replace(train_range_to_skip=skip)
     return {
         "config": config.to_dict(),
