@@ -203,9 +203,10 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
             inside += (runs := [run for name in names if _is_run(run := Path(folder, name))])
             names[:] = {*names} - {run.name for run in runs}  # do not search inside runs
         if not inside:
+            reason = "contains no metrics.jsonl" if os.path.isdir(path) else "is not a folder"
             raise UsageError(
-                f"RUN={path}: contains no metrics.jsonl of a run; give the --out of a run that "
-                "python -m jaxgpt.train has trained"
+                f"RUN={path}: {reason}; give the --out of a run that python -m jaxgpt.train "
+                "has trained"
             )
         for run in sorted(inside):
             found[run] = run.absolute().name if run == path else str(run.relative_to(path))

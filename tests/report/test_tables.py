@@ -154,9 +154,11 @@ def test_numbers_are_written_as_csv_and_plotted_in_the_terminal(tmp_path, capsys
 
 def test_mistakes_are_refused_in_a_sentence(tmp_path):
     write_starts(tmp_path / "runs" / "one")
-    one = tmp_path / "runs" / "one"
+    one, empty = tmp_path / "runs" / "one", tmp_path / "empty"
+    empty.mkdir()
     for arguments, words in (
-        ([tmp_path / "no"], f"RUN={tmp_path}/no: is not a run directory"),
+        ([tmp_path / "no"], f"RUN={tmp_path}/no: is not a folder; give the --out of a run"),
+        ([empty], f"RUN={empty}: contains no metrics.jsonl; give the --out of a run"),
         (["startup", one, "--sort", "speed"], "--sort=speed: no such column; use run, start"),
         (
             [one, "--csv", tmp_path / "no" / "x.csv"],

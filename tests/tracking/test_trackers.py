@@ -497,5 +497,5 @@ def test_a_run_whose_lock_cannot_be_checked_is_running_if_it_wrote_recently(tmp_
 
 
 def test_a_folder_that_cannot_be_looked_up_is_no_run(tmp_path):
-    with pytest.raises(UsageError, match="contains no metrics.jsonl of a run; give the --out"):
+    with pytest.raises(UsageError, match="is not a folder; give the --out of a run"):
         read_runs([tmp_path / (300 * "x")])
