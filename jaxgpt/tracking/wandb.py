@@ -11,7 +11,7 @@ from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.config import UsageError
 from jaxgpt.tracking.about import names, settings
 from jaxgpt.tracking.curves import curves
-from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
+from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, atomic_write_text, read_records
 from jaxgpt.tracking.records import Record
 
 IN_ORDER = ("train", "eval", "sample")  # kinds of records that are logged in step order
@@ -90,7 +90,7 @@ class Wandb:
 
     def _keep_id(self, complete: int) -> None:
         """Save the ID of the W&B run and its last complete step."""
-        self._id_file.write_text(f"{self._wandb_run.id} {complete}\n")
+        atomic_write_text(self._id_file, f"{self._wandb_run.id} {complete}\n")
 
     def log(self, record: Record) -> None:
         self._log(record.to_dict())
