@@ -56,7 +56,7 @@ FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_t
 
 @dataclass(frozen=True)
 class CompiledFunctions:
-    """The functions of a run, and the shapes and shardings of their arguments.
+    """The functions of a run, and the shapes and shardings of its state and training batch.
 
     All functions except `make_decoder` are jitted.
     """
@@ -119,6 +119,7 @@ def make_steps(
     """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
+        mesh: a mesh that fits the configuration; see `job_mesh`.
         attend: the attention function; by default, the kernel that model.attention selects.
         slices: number of slices that each device's part of a microbatch is split into; the default
             is 1 or, if `on_cpu`, the result of `choose_n_slices`.
@@ -126,9 +127,10 @@ def make_steps(
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 
     Raises:
-        UsageError: if the kernel selected by model.attention cannot run, if the mesh does not fit
-            the model, if the devices do not support train.matmul_dtype, or if an option names an
-            unknown kernel, layer or optimizer.
+        UsageError: if the kernel selected by model.attention cannot run (even if `attend` is
+            given), if the devices do not support train.matmul_dtype, if an option names an unknown
+            kernel, layer or optimizer, or if the size of the `tensor` axis does not divide the
+            number of heads or the MLP width.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu

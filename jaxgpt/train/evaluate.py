@@ -30,9 +30,9 @@ def make_evaluator(
 
     The losses are in nats per token, weighted by the loss weights. A loss is NaN if all weights are
     0. If the data has several corpora, the record also has each corpus's losses (None if the corpus
-    has no targets). Every call evaluates the same train.eval_iters batches of each split, and calls
-    `heartbeat(activity)` before each batch. All processes call the function together. The function
-    raises `UsageError` if the data cannot be read.
+    has no targets). Every call evaluates the same train.eval_iters microbatches of each split, and
+    calls `heartbeat(activity)` before each microbatch. All processes call the function together.
+    The function raises `UsageError` if the data is invalid or cannot be read.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)

@@ -36,15 +36,16 @@ class Generator(NamedTuple):
     """(params, window, length) -> the prompt as a `Text`.
 
     `window` is int32 (P,), with P at most model.block_size: the prompt of `length` tokens, then
-    padding.
+    padding. `length` is at least 1.
     """
     extend: Callable[[Params, Text, jax.Array, Any, Any, Any], Text]
     """(params, text, seed, first, n_cached, end) -> `text` with more generated tokens.
 
-    Each call generates the tokens `first` to `end` - 1, counted from 0 after the prompt. Token i is
-    drawn with a key derived from `seed` and i, so it does not depend on the number of calls. With
-    learned positions, only the first `n_cached` tokens are generated with the KV cache. `n_cached`
-    is the result of `cached_tokens` for the longest prompt.
+    Each call generates the tokens `first` to `end` - 1, counted from 0 after the prompt. `first`
+    is the number of tokens generated so far, and `end` is at most `n_tokens`. Token i is drawn
+    with a key derived from `seed` and i, so it does not depend on the number of calls. With learned
+    positions, only the first `n_cached` tokens are generated with the KV cache. `n_cached` is the
+    result of `cached_tokens` for the longest prompt.
     """
 
 
@@ -186,9 +187,12 @@ def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[n
 
     The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but not beyond
     `block_size`, so that prompts of similar lengths share a compiled function. The number excludes
-    the padding. Raises `UsageError` if the tokenizer cannot encode the prompt.
+    the padding. A prompt without tokens counts as empty, for example if the tokenizer drops all of
+    its characters. Raises `UsageError` if the tokenizer cannot encode the prompt.
     """
     tokens = prompt_tokens(tokenizer, prompt)[-block_size:]
+    if len(tokens) == 0:
+        tokens = prompt_tokens(tokenizer, "")
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK
     window = np.zeros(min(block_size, padded), np.int32)
     window[: len(tokens)] = tokens

@@ -56,8 +56,9 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 
     Args:
         tokens: int32 (B, T+1). B must be divisible by the number of devices that rows are split
-            over, and T by the number that positions are split over. T may be smaller than
-            model.block_size. Short rows are padded with `NO_TOKEN`, whose loss is 0.
+            over. T may be smaller than model.block_size, but the mesh's and the attention kernel's
+            conditions on model.block_size apply to T, too. Short rows are padded with `NO_TOKEN`,
+            whose loss is 0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:
@@ -112,10 +113,10 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 
     If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes all
     tokens, because distributing a small model would be slower. On several devices, larger models
-    stay sharded, so ZeRO-3 gathers the whole model for each token. Each pipeline stage gathers all
-    layers once, before decoding. With parallel.offload=state, larger models stay in host memory. On
-    a single CPU, a large model in device memory gets a separate array for each layer
-    (`unstack_layers`), because that is faster.
+    stay sharded. With ZeRO-3, each call of the decode function gathers the whole model. Each
+    pipeline stage gathers all layers once, before decoding. With parallel.offload=state, larger
+    models stay in host memory. On a single CPU, a large model in device memory gets a separate
+    array for each layer (`unstack_layers`), because that is faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

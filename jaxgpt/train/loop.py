@@ -27,7 +27,7 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
 class StepsResult(NamedTuple):
-    """Step at which training ended, and the reason."""
+    """Step at which `run_steps` or `run_with_restarts` ended, and the reason."""
 
     step: int  # the last step, or the step of the checkpoint if training stopped during a restart
     stopping: bool = False  # a signal or the time limit stops the run
@@ -50,12 +50,12 @@ def train(
     `initialize_jax`. All processes call this together.
 
     Raises:
-        UsageError: if the configuration is invalid or does not fit the devices, if the data or the
-            initial weights cannot be read, if a checkpoint cannot be restored or saved, or if
-            another file of the run cannot be read or written.
+        UsageError: if the configuration is invalid or does not fit the devices, if the data is
+            invalid, if the data or the initial weights cannot be read, if a checkpoint cannot be
+            restored or saved, or if another file of the run cannot be read or written.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
             removed, or if the output pipe is closed. On other processes, if the temporary folder
-            for a profile cannot be created.
+            for a profile cannot be created or removed.
         ValueError: if JAX writes no trace for a profile.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
@@ -132,10 +132,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     finished when this returns. All processes call this together.
 
     Raises:
-        UsageError: if the data cannot be read, if startup.json cannot be written, or if a save
-            fails and the run cannot continue without it.
+        UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
+            under the conditions in `Checkpoints.close`.
         OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
-            folder for a profile cannot be created.
+            folder for a profile cannot be created or removed.
         ValueError: if JAX writes no trace for a profile.
         RuntimeError: if JAX fails, for example because it cannot write a profile.
     """
@@ -228,7 +228,7 @@ def evaluate_and_sample(
     no sample is logged. All processes call this together.
 
     Raises:
-        UsageError: if the data cannot be read.
+        UsageError: if the data is invalid or cannot be read.
         BrokenPipeError: on process 0, if the output pipe is closed.
         RuntimeError: if JAX fails.
     """
@@ -245,7 +245,8 @@ def evaluate_and_sample(
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
-    All processes call this together. Raises the same errors as `Checkpoints.save`.
+    All processes call this together. Raises the same errors as `Checkpoints.save`, and
+    `BrokenPipeError` on process 0 if the output pipe is closed.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("save"):

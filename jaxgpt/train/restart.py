@@ -64,7 +64,7 @@ def restart_from(
 
     If `checkpoint` is None, the run starts before the first step. If the checkpoint's arrays are
     damaged, the run uses the newest earlier checkpoint that is undamaged. Nothing is renamed or
-    removed until all processes have restored the state. After that, damaged checkpoints are
+    removed until all processes have read the checkpoint. After that, damaged checkpoints are
     quarantined, the rewind is committed, and the abandoned checkpoints and records are removed. All
     processes call this together.
 
@@ -72,8 +72,9 @@ def restart_from(
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
             undamaged or checkpoint.on_damage=refuse. Also raised if the arrays of the initial
             weights are damaged.
-        UsageError: if a file temporarily cannot be read, renamed or written, if rewinds.json or the
-            checkpoint's JSON is damaged, or if the initial weights are missing.
+        UsageError: if a file cannot be read, renamed or written, if rewinds.json or the JSON of the
+            checkpoint or of the initial weights is damaged or invalid, or if the initial weights
+            are missing.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
             removed, or if the output pipe is closed.
         RuntimeError: if JAX fails, for example because it runs out of memory.

@@ -16,6 +16,7 @@ from jaxgpt.config import (
     ModelConfig,
     UsageError,
     config_from_dict,
+    in_words,
     should_evaluate,
     skip_ranges,
 )
@@ -244,13 +245,16 @@ def batch_sizes(directory: Path, config: Config) -> BatchSizes:
 def _saved_model(init_from: str) -> ModelConfig:
     if init_from.startswith(TRANSFORMERS):
         folder = transformers_folder(init_from, "train.init_from=")
-        if not folder.is_dir():
-            raise UsageError(
-                f"train.init_from={init_from}: no such folder; download the model, and give the "
-                "folder that contains its config.json"
-            )
         try:
+            if not folder.is_dir():
+                raise UsageError(
+                    "no such folder; download the model, and give the folder that contains its "
+                    "config.json"
+                )
             return read_model(folder)
+        except OSError as error:  # such as a parent folder without search permission
+            words = f"cannot be read ({in_words(error)})"
+            raise UsageError(f"train.init_from={init_from}: {words}") from None
         except UsageError as error:
             raise UsageError(f"train.init_from={init_from}: {error}") from None
     _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")
@@ -269,8 +273,9 @@ def prepare_weights(
     file but the data has no tokenizer, data.tokenizer is also set.
 
     Raises:
-        UsageError: if the weights cannot be read, if the model does not match the weights, or if
-            the data has a different tokenizer and data.accept_changes is not set.
+        UsageError: if the weights or their tokenizer cannot be read, if the model does not match
+            the weights, or if the data has a different tokenizer and data.accept_changes is not
+            set.
         OSError: if the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)

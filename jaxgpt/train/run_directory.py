@@ -91,7 +91,7 @@ class Run:
     def checkpoint_meta(self, rows: Loader, step: int) -> dict[str, Any]:
         """Return the JSON for a checkpoint of `step`, except for keys that are added later.
 
-        `rows` loads the training data.
+        For the arguments, see `corpus_tokens`.
         """
         return {
             "step": step,
@@ -107,7 +107,8 @@ class Run:
         """Return the number of tokens consumed from each current corpus up to `step`, by name.
 
         data.blend may have changed at `resume_step`, so the counts up to that step come from the
-        checkpoint. `step` must not be before `resume_step`. `rows` loads the training data.
+        checkpoint. `step` must not be before `resume_step`. `rows` loads the training data, with
+        this run's `batch_sizes`.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
@@ -294,10 +295,10 @@ def prepare_default_data(data: DataConfig) -> list[str]:
 
     Raises `UsageError` if it cannot be prepared.
     """
-    home = dataset_directory(data)
     is_default = data.dataset == "python" and not (data.path or data.blend or data.file_list)
     if not is_default:
         return []
+    home = dataset_directory(data)
     try:
         if (home / "meta.json").exists():
             return []
@@ -316,12 +317,12 @@ def _paths(dataset: Dataset) -> list[str]:
 def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return the data settings with absolute paths, and with any file list converted to `blend`.
 
-    If the file in data.tokenizer does not exist, its path stays relative. Raises `UsageError` if
-    the file list cannot be read, or if the file list or the blend is invalid.
+    If the file in data.tokenizer does not exist, its path stays relative. Raises `UsageError` as
+    `entries` does.
     """
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))
-    if data.tokenizer is not None and Path(data.tokenizer).exists():
+    if data.tokenizer is not None and os.path.exists(data.tokenizer):
         data = dataclasses.replace(data, tokenizer=str(Path(data.tokenizer).absolute()))
     if data.blend or data.file_list:
         lines = [

@@ -32,7 +32,7 @@ class Trainer(NamedTuple):
     """The parts of a run that the training loop uses, and that stay the same across restarts."""
 
     job: Job
-    train_step: Callable[..., tuple[TrainState, Metrics]]  # `CompiledFunctions.train_step`
+    train_step: Callable[..., tuple[TrainState, Metrics]]  # the compiled `train_step`
     loader: Loader
     evaluate: Callable[[int, Params], EvalRecord]
     sample: Callable[[int, Params], SampleRecord | None]

@@ -109,6 +109,7 @@ def shard_model(
 
     Args:
         config: with model.vocab_size set.
+        mesh: a mesh that fits the configuration; see `job_mesh`.
         attend: the attention function.
         n_slices: number of slices that each device's part of a microbatch is split into.
         on_cpu: whether the devices are CPUs.
@@ -225,9 +226,9 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     Slices are processed one after another, like microbatches. They save memory and are faster on
     CPUs. The result divides the number of rows. It is chosen so that the size of a slice's
     activations is as close as possible to `SLICE_BYTES` or `GRADIENTS_PER_SLICE` times the size of
-    the gradients, whichever is larger. If the mesh splits anything but the batch, the result is 1,
-    because each slice would add communication. model.vocab_size must be set. Raises `UsageError` as
-    `activation_bytes` does.
+    the gradients, whichever is larger. If any axis except `data` is larger than 1, the result is
+    1, because each slice would add communication. model.vocab_size must be set. Raises `UsageError`
+    as `activation_bytes` does.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -138,7 +138,8 @@ def loss_and_gradients(
     Returns:
         `LossParts.rows` and `LossParts.aux` of the global batch, by name: float32 (B,). The entry
         `loss` is each row's weighted sum of token losses in nats, without auxiliary losses.
-        The float32 gradients, sharded as specified by `ParamLayout.grad`.
+        The float32 gradients, sharded as specified by `ParamLayout.grad`. With
+        parallel.offload=state, they are in host memory.
     """
     everywhere = PartitionSpec()
     grad_specs = jax.tree.map(lambda layout: layout.grad, model.layouts)

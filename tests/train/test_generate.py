@@ -267,3 +267,10 @@ def test_a_prompt_is_cut_to_the_window():
     assert prompt_window(tokenizer, "", 4)[1] == 1
     with pytest.raises(UsageError, match="'x'"):
         prompt_window(tokenizer, "x", 4)
+
+
+def test_a_prompt_whose_characters_are_all_dropped_counts_as_empty(monkeypatch):
+    tokenizer = CharTokenizer("abc")
+    monkeypatch.setattr(tokenizer, "encode", lambda text: np.array([], np.int64))
+    window, length = prompt_window(tokenizer, "x", 4)
+    assert (window.tolist(), length) == ([0, 0, 0, 0], 1)

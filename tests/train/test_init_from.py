@@ -219,6 +219,15 @@ def test_weights_that_are_not_there_are_one_sentence(value, words):
         parse_args([f"train.init_from={value}"], initial_model=initial_model)
 
 
+def test_weights_in_a_folder_that_may_not_be_entered_are_one_sentence(monkeypatch):
+    def deny(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", deny)
+    with pytest.raises(UsageError, match="init_from=hf:/private/model: cannot be read"):
+        initial_model("hf:/private/model", None)
+
+
 def llama_folder(folder, vocab_size):
     """Write a Hugging Face folder with random weights."""
     package = pytest.importorskip("safetensors.numpy")

@@ -1,6 +1,7 @@
 """Folders that cannot be a run directory, and the lock on those that are."""
 
 import contextlib
+import os
 import resource
 import subprocess
 import time
@@ -25,6 +26,14 @@ def test_a_data_folder_that_may_not_be_entered_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr(Path, "exists", deny)
     with pytest.raises(UsageError, match="data.dataset=python: .* .Permission denied.; set JAXGPT"):
+        run_directory.prepare_default_data(DataConfig())
+
+
+def test_data_with_paths_of_its_own_needs_no_home_directory(monkeypatch):
+    monkeypatch.delenv("JAXGPT_DATA", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for an unknown user
+    assert run_directory.prepare_default_data(DataConfig(file_list="sources.txt")) == []
+    with pytest.raises(UsageError, match="no home directory is known"):
         run_directory.prepare_default_data(DataConfig())
 
 

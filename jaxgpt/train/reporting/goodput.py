@@ -104,7 +104,7 @@ def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
 def goodput_line(records: Sequence[GoodputRecord]) -> str:
     """Return a log line with a run's goodput and the seconds of each activity, longest first.
 
-    Activities that took less than 0.05 s are omitted.
+    Activities that took less than 0.05 s are omitted. `records` must be sorted, oldest first.
     """
     total, n = account(records), n_starts(records)
     parts = sorted(total.items(), key=lambda part: -part[1])
@@ -114,7 +114,11 @@ def goodput_line(records: Sequence[GoodputRecord]) -> str:
 
 
 def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
-    """Return a table with the seconds and share of each activity, at most `width` columns wide."""
+    """Return a table with the seconds and share of each activity, at most `width` columns wide.
+
+    `records` must be sorted, oldest first. Activities that are not in `TIMES` have no row, but
+    count towards the total.
+    """
     total = account(records)
     whole = max(sum(total.values()), 1e-9)
     rows = [

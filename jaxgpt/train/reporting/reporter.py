@@ -198,8 +198,8 @@ class Reporter:
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report a step after its dispatch. If `metrics` is None, the step was skipped.
 
-        `known` holds the metrics that have arrived on the host since the last call. All processes
-        call this together. After the first training step, this waits for the step to finish,
+        `known` is the result of `MetricsBuffer.read` for this step. All processes call this
+        together. After the first training step, this waits for the step to finish,
         gathers the start-up times of all processes and writes startup.json. Raises `UsageError` on
         process 0 if the file cannot be written.
         """
@@ -301,7 +301,10 @@ class Reporter:
         return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
     def spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
-        """Return a record for a step with a spike or a non-finite value, else None."""
+        """Return a record for a step with a spike or a non-finite value, else None.
+
+        With spike.action=off, the result is always None.
+        """
         return spike_record(*reading, self._config, self._loader, self._run.dataset)
 
     def restart(self, run: Run, records: Sequence[Record]) -> None:
@@ -414,7 +417,8 @@ class Reporter:
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
     """Return the figures for log lines by name. Figures in train.log_columns have rank -1.
 
-    Raises `UsageError` if train.log_columns contains an unknown name.
+    With a single process, there is no figure `slowest_over_mean`. Raises `UsageError` if
+    train.log_columns contains an unknown name.
     """
     figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
     if n_processes == 1:
