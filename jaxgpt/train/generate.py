@@ -150,7 +150,10 @@ def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array)
 
 
 def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Return `size` tokens, starting at index `first`, as one row (1, size)."""
+    """Return `size` tokens of `text` (S,), starting at index `first`, as one row (1, size).
+
+    `first` is at most S - `size`.
+    """
     return jax.lax.dynamic_slice(text, (first,), (size,))[None]
 
 

@@ -63,10 +63,10 @@ def restart_from(
     """Restore a run and its state from a checkpoint. Return both.
 
     If `checkpoint` is None, the run starts before the first step. If the checkpoint's arrays are
-    damaged, the run uses the newest earlier checkpoint that is undamaged. Nothing is renamed or
-    removed until all processes have read the checkpoint. After that, damaged checkpoints are
-    quarantined, the rewind is committed, and the abandoned checkpoints and records are removed. All
-    processes call this together.
+    damaged, the run uses the newest earlier checkpoint that is undamaged (unless
+    checkpoint.on_damage=refuse). Nothing is renamed or removed until all processes have read the
+    checkpoint. After that, damaged checkpoints are quarantined, the rewind is committed, and the
+    abandoned checkpoints and records are removed. All processes call this together.
 
     Raises:
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is

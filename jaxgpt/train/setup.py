@@ -29,7 +29,7 @@ from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
-    """The parts of a run that the training loop uses, and that stay the same across restarts."""
+    """The parts of a run that the training loop uses, and that all restarts share."""
 
     job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # the compiled `train_step`

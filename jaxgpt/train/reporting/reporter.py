@@ -53,8 +53,8 @@ from jaxgpt.train.step import STEP_METRICS, Metrics
 class Reporter:
     """Writes the log, the records and the files that describe a run.
 
-    Every process has a reporter. Process 0 prints and writes all files. If train.log_all_ranks is
-    set, each of the other processes writes its own log. On process 0, methods that log raise
+    Every process has a reporter. Process 0 prints and writes the files. If train.log_all_ranks is
+    set, each of the other processes also writes its own log. On process 0, methods that log raise
     `BrokenPipeError` if the output pipe is closed.
     """
 
