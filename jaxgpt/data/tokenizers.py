@@ -468,10 +468,12 @@ def _parse(content: bytes):
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarray:
     """Return the token IDs of a prompt, shape (tokens,).
 
-    An empty prompt becomes the end-of-text token, or token 0 if the tokenizer has no such token.
-    Raises `UsageError` if the tokenizer cannot encode the prompt.
+    A prompt without tokens (empty, or the tokenizer drops all of its characters) becomes the
+    end-of-text token, or token 0 if the tokenizer has no such token. Raises `UsageError` if the
+    tokenizer cannot encode the prompt.
     """
-    return tokenizer.encode(prompt) if prompt else [tokenizer.end_of_text or 0]
+    tokens = tokenizer.encode(prompt) if prompt else ()
+    return tokens if len(tokens) else [tokenizer.end_of_text or 0]
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:

@@ -190,12 +190,9 @@ def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[n
 
     The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but not beyond
     `block_size`, so that prompts of similar lengths share a compiled function. The number excludes
-    the padding. A prompt without tokens counts as empty, for example if the tokenizer drops all of
-    its characters. Raises `UsageError` if the tokenizer cannot encode the prompt.
+    the padding. Raises `UsageError` if the tokenizer cannot encode the prompt.
     """
     tokens = prompt_tokens(tokenizer, prompt)[-block_size:]
-    if len(tokens) == 0:
-        tokens = prompt_tokens(tokenizer, "")
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK
     window = np.zeros(min(block_size, padded), np.int32)
     window[: len(tokens)] = tokens
