@@ -12,12 +12,12 @@ NO_TOKEN = -1  # padding for shorter rows
 
 
 class Batch(NamedTuple):
-    """A global batch, or one device's part of it."""
+    """A batch or microbatch, or one device's part of it."""
 
     tokens: jax.Array  # int32 (B, T): token IDs
     targets: jax.Array  # int32 (B, T): the next token
     weights: jax.Array  # float32 (B, T): weight of each target in the loss; 0 masks it
-    positions: jax.Array  # int32 (B, T): position within the document
+    positions: jax.Array  # int32 (B, T): position within the segment
     segments: jax.Array  # int32 (B, T): document number within the row, from 0
     rows: jax.Array  # int32 (B,): row number in the global batch, for dropout keys
 

@@ -15,7 +15,10 @@ class BatchSizes:
     """
 
     def __init__(self, changes: Iterable[Sequence[int]]):
-        """Initialize from pairs of a first step and a batch size, sorted by step."""
+        """Initialize from pairs of a first step and a batch size, sorted by step.
+
+        Without pairs, call only `change_after`.
+        """
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:

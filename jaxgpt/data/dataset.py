@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """A source with the splits requested from `open_dataset`."""
+    """A source with the splits that `open_dataset` keeps."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -46,7 +46,7 @@ class Dataset:
 
     @property
     def has_masks(self) -> bool:
-        """True if any source has a loss mask."""
+        """True if any open split has a loss mask."""
         splits = (tokens for source in self.sources for tokens in source.tokens.values())
         return any(tokens.mask is not None for tokens in splits)
 
@@ -114,8 +114,8 @@ class Dataset:
     def verify(self) -> None:
         """Check a sample of each source's pages.
 
-        The sample has at most 64 MiB per split, divided evenly among the sources. However, a
-        source's share is never less than 16 pages.
+        The sample has at most 64 MiB of tokens per split, divided evenly among the sources.
+        However, a source's share is never less than 16 pages.
 
         Raises:
             UsageError: if a file cannot be read or is too short, or if the sample has a token
@@ -138,8 +138,8 @@ class Dataset:
 def dataset_directory(data: DataConfig) -> Path:
     """Return data.path or, if it is not set, the folder of data.dataset, which need not exist.
 
-    Datasets are in $JAXGPT_DATA, by default ~/.cache/jaxgpt. Raises `UsageError` if the home
-    directory is needed but unknown.
+    data.blend and data.file_list are ignored. Datasets are in $JAXGPT_DATA, by default
+    ~/.cache/jaxgpt. Raises `UsageError` if the home directory is needed but unknown.
     """
     if data.path is not None:
         return Path(data.path)
@@ -173,8 +173,9 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     None, the vocabulary size comes from `vocabulary_size`, and the token defaults to 0.
 
     Raises:
-        UsageError: if data.document_mask is set, but the end-of-text token is unknown or outside
-            the vocabulary. Without `dataset`, also raises whatever `vocabulary_size` raises.
+        UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set, but
+            the end-of-text token is unknown or outside the vocabulary. Without `dataset`, also
+            raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -217,18 +218,19 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 def open_dataset(
     data: DataConfig, model: ModelConfig, splits: Sequence[str] | None = SPLITS
 ) -> Dataset:
-    """Open the token files of a configuration, without reading any tokens.
+    """Open the data of a configuration. The first read of tokens opens the token files.
 
     If `splits` is None, each source keeps the splits found in its files. Otherwise, if a source has
     no validation split, the end of its training split is used for validation. The process's limit
     on open files is raised if necessary.
 
     Raises:
-        UsageError: if files are missing, damaged, unreadable or too short for one row of each
-            split, if a source does not have all of the `splits`, if a tokenizer cannot be loaded,
-            if the vocabulary size is unknown or larger than model.vocab_size, if a source's
-            tokenizer differs from data.tokenizer or from another source's, or if there are more
-            files than the process may open. Also raises whatever `entries` raises.
+        UsageError: if files are missing, damaged or too short for one row of each split, if a
+            folder, a meta.json or an .idx file cannot be read, if a source does not have all of the
+            `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
+            than model.vocab_size, if a source's tokenizer differs from data.tokenizer or from
+            another source's, or if there are more files than the process may open. Also raises
+            whatever `entries` raises.
     """
     least = model.block_size + 1
     sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))

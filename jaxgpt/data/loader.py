@@ -120,12 +120,19 @@ class Loader:
         return RowLocation(corpus, source, self._samplers[source].offset(number))
 
     def corpora(self, step: int) -> np.ndarray:
-        """Return the corpus of each row in a step's batch, as an index into `names`: int64 (B,)."""
+        """Return the corpus of each row in a step's batch, as an index into `names`: int64 (B,).
+
+        faults.random_tokens does not change the corpus.
+        """
         first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])
 
     def tokens_consumed(self, step: int) -> list[int]:
-        """Return how many tokens steps 1 to `step` consume from each corpus, in `names` order."""
+        """Return how many tokens steps 1 to `step` consume from each corpus, in `names` order.
+
+        Every row counts as model.block_size tokens, even in steps that are skipped or train on
+        random tokens.
+        """
         counts = self._blend.counts(self.batch_sizes.consumed(step))
         return [n * (self._row_length - 1) for n in counts]
 
@@ -174,8 +181,8 @@ class Loader:
     def batch(self, step: int) -> "jax.Array | TokenRows":
         """Return the global batch of a step: int32 (B, T+1), or `TokenRows` if the data has masks.
 
-        The loader must have a sharding. All processes must call this. Raises whatever `read` and
-        `read_weights` raise.
+        The loader must have a sharding that divides the rows evenly. All processes must call this.
+        Raises whatever `read` and `read_weights` raise.
         """
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
@@ -208,8 +215,9 @@ def global_array(
 ) -> "jax.Array":
     """Return a global array of the given shape. Only its first axis (rows) may be sharded.
 
-    `read` returns the values for a range of rows: (rows, ...). All processes must call this, and
-    each reads only the rows on its devices. Raises whatever `read` raises.
+    The sharding must divide the rows evenly. `read` returns the values for a range of rows:
+    (rows, ...). All processes must call this, and each reads only the rows on its devices. Raises
+    whatever `read` raises.
     """
     import jax
 

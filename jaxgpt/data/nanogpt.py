@@ -28,7 +28,7 @@ def open_folder(path: Path) -> OpenSource:
 
     The dtype is in meta.json; the default is uint16. Raises `UsageError` if a file listed in
     meta.json is missing, if meta.json or a file is damaged, or if meta.json exists but does not
-    list a mask. Raises `OSError` if meta.json cannot be read or the folder cannot be accessed.
+    list a mask file. Raises `OSError` if meta.json cannot be read or the folder cannot be accessed.
     """
     meta = read_meta(path)
     files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
@@ -49,7 +49,7 @@ def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
     The dtype is in the folder's meta.json; the default is uint16. Raises `UsageError` if a file is
-    missing or damaged, or if meta.json exists but does not list the mask. Raises `OSError` if
+    missing or damaged, or if meta.json exists but does not list the mask file. Raises `OSError` if
     meta.json cannot be read or the folder cannot be accessed.
     """
     meta = read_meta(path.parent)

@@ -47,14 +47,15 @@ class Format(NamedTuple):
     or folder cannot be read.
     """
 
-    recognise: Callable[[Path], bool]  # True if a path has this format, even if files are missing
+    # True if a path has this format, even if some files are missing.
+    recognise: Callable[[Path], bool]
     open: Callable[[Path], OpenSource]
     """Opens a path that `recognise` accepts, without reading tokens. Raises `UsageError` if files
-    are missing, damaged or unreadable."""
+    are missing or damaged, and `UsageError` or `OSError` if its metadata cannot be read."""
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """Return the contents of meta.json in `directory`, or {} if it does not exist.
+    """Return the contents of meta.json in `directory`, or {} if there is no such file.
 
     Raises:
         OSError: if the file cannot be read.

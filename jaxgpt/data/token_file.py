@@ -39,7 +39,10 @@ def allow_open_files(count: int) -> None:
 
 
 class TokenFile:
-    """A file with an array of token IDs. The first read opens the file, which then stays open."""
+    """A file with an array of token IDs.
+
+    The first read opens the file. It is closed when this object is garbage-collected.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):
         """Describe a file with a header of `header` bytes and `size` little-endian tokens."""

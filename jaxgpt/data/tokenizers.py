@@ -57,7 +57,7 @@ class Tokenizer(abc.ABC):
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
         """Return the token IDs of each string: int64, shape (tokens,).
 
-        A `FileTokenizer` encodes the strings in parallel. With `parse_special`, an `HFTokenizer`
+        A `FileTokenizer` may encode the strings in parallel. With `parse_special`, an `HFTokenizer`
         encodes the name of a special token as that token, and a `SentencePieceTokenizer` raises
         `UsageError`. Other tokenizers ignore `parse_special`. The strings must not contain
         surrogates. A `CharTokenizer` raises `UsageError` for an unknown character, and a
@@ -69,8 +69,8 @@ class Tokenizer(abc.ABC):
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
-        Invalid UTF-8 becomes U+FFFD. IDs beyond the vocabulary become U+FFFD or are dropped. The
-        IDs must not be negative.
+        The end-of-text token becomes its name or is dropped. Invalid UTF-8 becomes U+FFFD. IDs
+        beyond the vocabulary become U+FFFD or are dropped. The IDs must not be negative.
         """
 
     @abc.abstractmethod
@@ -350,8 +350,9 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
 
     Args:
         path: `byte`; the folder of a prepared dataset; a tokenizer.json, a SentencePiece .model or
-            a folder that contains one; or a folder with GPT-2's encoder.json and vocab.bpe (or
-            vocab.json and merges.txt).
+            a folder that contains tokenizer.json or tokenizer.model; or a folder with GPT-2's
+            encoder.json and vocab.bpe (or vocab.json and merges.txt). If a folder has several of
+            these, the first in this order is used. With `end_of_text`, meta.json is ignored.
         end_of_text: the name of the token between documents. By default, a prepared dataset or a
             SentencePiece model defines this token. For other tokenizers, the default is the
             `eos_token` from tokenizer_config.json in the same folder, or a common name. If none of

@@ -85,7 +85,7 @@ class ChatTemplate:
             content = message["content"].rstrip()
             if content and end.endswith(content):
                 end = after
-            answers.append((len(before), len(end)))
+            answers.append((len(before), max(len(before), len(end))))
         return Rendered(whole, answers)
 
     def _render(self, messages: Sequence[dict[str, str]], **variables: Any) -> str:
@@ -111,16 +111,16 @@ def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     """Return the template in the file `given` or, by default, the tokenizer's own template.
 
-    The tokenizer's own template is in chat_template.jinja next to tokenizer.json, or in the
-    `chat_template` field of tokenizer_config.json. If that field has several templates, the
-    template named `default` is used. Returns None if no template is found. `tokenizer` is the path
-    of a file or folder, or it is `char` or `byte`, which have no template.
+    The tokenizer's own template is chat_template.jinja next to tokenizer.json. If there is no such
+    file, it is the `chat_template` field of tokenizer_config.json. If that field has several
+    templates, the template named `default` is used. Returns None if no template is found.
+    `tokenizer` is the path of a file or folder. Other names, such as `char`, have no template.
 
     Raises:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2
             is missing or too old.
     """
-    has_files = tokenizer not in ("char", "byte")
+    has_files = tokenizer not in ("char", "byte") and Path(tokenizer).exists()
     config_path, file = template_files(tokenizer, given)
     try:
         config = read_json(config_path, {}) if has_files and config_path.is_file() else {}

@@ -10,7 +10,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.prepare.chat_template import ChatTemplate, find_template
-from jaxgpt.data.tokenizers import load_tokenizer
+from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from jobs import load_config
 
 TEMPLATE = """\
@@ -253,6 +253,26 @@ def test_answers_are_found_in_the_text_of_published_templates(name):
     text, answers = template.render([{"role": role, "content": said} for role, said in TALK])
     assert [text[first:end] for first, end in answers] == expected
     assert text.startswith("<|im_start|>user" if name == "ChatML" else "<s>")
+
+
+def test_an_empty_answer_has_an_empty_range():
+    pytest.importorskip("jinja2")
+    source = (
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    text, answers = ChatTemplate(source, {}, "plain").render(conversation("a", "")["messages"])
+    assert answers == [(len(text), len(text))]
+
+
+def test_a_tokenizer_object_has_no_template_even_if_the_working_directory_does(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "a.jsonl").write_text(json.dumps(conversation("a", "b")))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="has no chat template"):
+        prepare_text(tmp_path / "d", [tmp_path / "a.jsonl"], ByteTokenizer())
 
 
 @pytest.mark.parametrize(
