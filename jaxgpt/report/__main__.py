@@ -137,7 +137,7 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if the column in --sort does not exist, if a file cannot be written, or if
+    Raises `UsageError` if the rows lack the column in --sort, if a file cannot be written, or if
     --png is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
