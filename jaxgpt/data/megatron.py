@@ -71,7 +71,7 @@ def is_pair(path: Path) -> bool:
     """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx, and PREFIX.idx exists.
 
     PREFIX is also accepted if only PREFIX.bin exists, so that an error can name the missing .idx.
-    Folders are not accepted. Raises `OSError` if a path cannot be accessed.
+    Folders are not accepted. May raise `OSError` if a path cannot be accessed.
     """
     prefix = prefix_of(path)
     lacks_idx = path == prefix and Path(f"{prefix}.bin").is_file()

@@ -18,7 +18,7 @@ from jaxgpt.data.token_file import TokenFile, Tokens
 def is_folder(path: Path) -> bool:
     """Return whether `path` is a folder that contains the token file of at least one split.
 
-    Raises `OSError` if the folder cannot be accessed.
+    May raise `OSError` if the folder cannot be accessed.
     """
     return any((path / f"{split}.bin").is_file() for split in ALL_SPLITS)
 
@@ -28,7 +28,7 @@ def open_folder(path: Path) -> OpenSource:
 
     The dtype is in meta.json; the default is uint16. Raises `UsageError` if a file listed in
     meta.json is missing, if meta.json or a file is damaged, or if meta.json exists but does not
-    list a mask file. Raises `OSError` if meta.json cannot be read or the folder cannot be accessed.
+    list a mask file. May raise `OSError` if meta.json or the folder cannot be accessed.
     """
     meta = read_meta(path)
     files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
@@ -41,7 +41,10 @@ def open_folder(path: Path) -> OpenSource:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether `path` is a .bin file; raise `OSError` if its folder cannot be accessed."""
+    """Return whether `path` is a .bin file.
+
+    May raise `OSError` if its folder cannot be accessed.
+    """
     return path.suffix == ".bin" and path.is_file()
 
 
@@ -49,8 +52,8 @@ def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
     The dtype is in the folder's meta.json; the default is uint16. Raises `UsageError` if a file is
-    missing or damaged, or if meta.json exists but does not list the mask file. Raises `OSError` if
-    meta.json cannot be read or the folder cannot be accessed.
+    missing or damaged, or if meta.json exists but does not list the mask file. May raise
+    `OSError` if meta.json or the folder cannot be accessed.
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)

@@ -62,7 +62,7 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
 def ignored_files(inputs: Iterable[Path]) -> list[Path]:
     """Return the files in input folders that `find_files` skips because of their suffixes.
 
-    Raises `OSError` if a file in a folder cannot be accessed.
+    May raise `OSError` if a file in a folder cannot be accessed.
     """
     return [file for path in inputs for file in _files_in(path) if not _belongs(file)]
 
