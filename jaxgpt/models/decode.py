@@ -19,10 +19,11 @@ PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 class LayerCache(NamedTuple):
     """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
 
-    Position n is stored in slot n mod S, so a sequence with rotary embeddings may be longer than S.
-    Attention's matmuls need this order of dims. Any other order would require a copy for every
-    token. If the layers are not scanned, the cache consists of tuples of arrays (G, K, S), because
-    XLA would copy each layer out of a stacked array.
+    S is block_size or, if it is smaller, the window plus `PREFILL_CHUNK`. Position n is stored in
+    slot n mod S, so a sequence may be longer than S. Attention's matmuls need this order of dims.
+    Any other order would require a copy for every token. If the layers are not scanned, the cache
+    consists of tuples of arrays (G, K, S), because XLA would copy each layer out of a stacked
+    array.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
@@ -83,7 +84,8 @@ class CachedAttention:
     ) -> jax.Array:
         """Return out_1THK for T new tokens; see `models.attention.Attention`.
 
-        If T is block_size, the new tokens attend only to one another, not to cached tokens.
+        If T is block_size, the new tokens attend only to one another, not to cached tokens. See
+        `decode_step` for the limits of T.
         """
         layer, T, S = self.layer, q_1THK.shape[1], self.cache.starts_S.size
         position = q_at.positions[0]
@@ -225,6 +227,7 @@ def unstack_layers(params: Params) -> Params:
     """Return the parameters with a separate array for each layer, for decoding without a scan.
 
     With stacked arrays, XLA would copy each layer's weights out of the stack in every iteration of
-    a decoding loop. The separate arrays are copies, which double the memory of the layers.
+    a decoding loop. The separate arrays are copies. Until the stacked arrays are deleted, the
+    layers take twice the memory.
     """
     return params | {"layers": jax.tree.map(PerLayer, params["layers"])}

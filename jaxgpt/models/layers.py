@@ -47,7 +47,8 @@ class LayerBuilder:
     ) -> "Linear":
         """Return a column-parallel linear layer, whose outputs are split over `tensor`.
 
-        Outputs that are not divisible by `tensor` are replicated.
+        Outputs that are not divisible by `tensor` are replicated. The standard deviation of the
+        initial weights is 0.02.
 
         Args:
             inputs: sizes of the input dims.
@@ -119,7 +120,8 @@ class LayerBuilder:
     def dropout(self, x_BTD: jax.Array, keys_B: jax.Array | None) -> jax.Array:
         """Apply dropout at the rate model.dropout.
 
-        The mask depends on the row's key and the token's position, but not on the device.
+        The mask depends on the row's key and the token's position in the row, but not on the
+        device.
 
         Args:
             keys_B: a dropout key for each row; if None, dropout is disabled.
@@ -166,7 +168,10 @@ class Linear(nnx.Module):
         return y if self.bias is None else self.add_bias(y, self.bias.get_value())
 
     def parts(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the slices of `self(x)` along the first output dim, as separate arrays."""
+        """Return the slices of `self(x)` along the first output dim, as separate arrays.
+
+        This requires a column-parallel layer.
+        """
         operands = x.astype(self.dtype), self.kernel.get_value(), self.n_inputs
         ys = self.multiply(*operands, parts=True)
         if self.bias is None:
@@ -279,7 +284,8 @@ def embedding(
 ) -> nnx.Embed:
     """Return a float32 embedding table with `n_rows` rows of n_embd elements.
 
-    If `axis` is `vocab`, the table is padded with rows of zeros to `padded_vocab_size`.
+    The standard deviation of the initial rows is 0.02. If `axis` is `vocab`, the table is padded
+    with rows of zeros to `padded_vocab_size`.
 
     Args:
         role: role of the weight, such as `token_embedding`.

@@ -17,8 +17,8 @@ class Rotation(NamedTuple):
     def __call__(self, x_BTHK: jax.Array) -> jax.Array:
         """Rotate the pairs (i, i + K/2) of each head. Return the result in x's shape and dtype.
 
-        The computation uses float32. Hugging Face pairs elements in the same way. Llama's original
-        code pairs 2i with 2i + 1.
+        The computation uses float32. Hugging Face's Llama pairs elements in the same way. Llama's
+        original code pairs 2i with 2i + 1.
         """
         # Building the array [-second, first] instead makes a CPU step 7% slower.
         first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)

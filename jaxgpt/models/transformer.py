@@ -98,7 +98,7 @@ class GPT(nnx.Module):
         Args:
             config: the model options, with `vocab_size` set.
             dtype: compute dtype. Logits are rounded to this dtype and returned as float32.
-            attend: attention function from `attention.KERNELS`, by default the `xla` kernel.
+            attend: attention function, by default the `xla` kernel in `attention.KERNELS`.
             parallel: how this device shares the model with other devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
             remat: value of parallel.remat.
@@ -157,8 +157,9 @@ class GPT(nnx.Module):
         """Return the first block's input, x_BTD in the compute dtype.
 
         It is the sum of token embeddings and (if model.position=learned) position embeddings, with
-        dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D). Learned
-        positions must be below block_size.
+        dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D), rounded to
+        the compute dtype. Learned positions must be below block_size. Without a document mask, they
+        must also be consecutive and equal in all rows.
 
         Args:
             key: dropout key; None disables dropout.

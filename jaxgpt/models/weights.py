@@ -113,8 +113,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the total number of parameters, and the number without lookup embeddings.
 
     Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, with
-    untied weights, the token embeddings. The second number is the one that nanoGPT reports. Raises
-    `UsageError` under the same conditions as `weights`.
+    untied weights, the token embeddings. For tied weights, nanoGPT reports the second number.
+    Raises `UsageError` under the same conditions as `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
