@@ -66,7 +66,8 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
 
     This applies to weights with a vocabulary or key-value heads that `tensor` does not divide. It
     also applies to the query and key norms (`head_dim`), which each rank applies only to its own
-    heads. With a single `tensor` rank, the result is meaningless.
+    heads. Sequence parallelism is not considered. With a single `tensor` rank, the result is
+    meaningless.
 
     Args:
         axes: the weight's logical axes.

@@ -83,7 +83,7 @@ class ParallelContext:
         """Enter a tensor-parallel region before a column-parallel weight (Megatron-LM's `f`).
 
         With sequence parallelism, x is all-gathered over T. Otherwise, x is returned unchanged, and
-        only the backward pass communicates.
+        the backward pass sums its gradient over `tensor`.
         """
         if self.tensor == 1:
             return x_BTD
