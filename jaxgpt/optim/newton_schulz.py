@@ -101,7 +101,8 @@ def newton_schulz(x_NRC: jax.Array) -> jax.Array:
     """Return matrices (N, R, C) with their singular values moved close to 1; R must not exceed C.
 
     Singular values above 0.2% of (Frobenius norm + 1e-7) end up between 0.68 and 1.21, up to
-    rounding. A zero matrix stays zero. The result has the dtype of `x_NRC`.
+    rounding. A zero matrix stays zero. If the square of the norm overflows float32, the result is
+    0. The result has the dtype of `x_NRC`.
     """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))

@@ -165,9 +165,9 @@ def _is_dict(x: Any) -> bool:
 def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, a scalar of the arrays' dtype.
 
-    If any array is in host memory, the arrays are moved to the device one layer at a time. If not,
-    they are sorted, so that the norm does not depend on how layers are grouped into modules. The
-    sort key is the first component and the last two components of the path.
+    If any array is in host memory, layers are moved to the device one at a time. If not, the arrays
+    are sorted, so that the norm does not depend on how layers are grouped into modules. The sort
+    key is the first component and the last two components of the path.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)
@@ -196,9 +196,9 @@ def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
     `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, the
-    result agrees with optax.clip_by_global_norm, which would compute the norm over all devices a
-    second time. With clipping, a NaN norm makes all results NaN, and an infinite norm makes finite
-    gradients 0.
+    result agrees with optax.clip_by_global_norm up to rounding. That function would compute the
+    norm over all devices a second time. With clipping, a NaN norm makes all results NaN, and an
+    infinite norm makes finite gradients 0.
     """
     if limit == 0:
         return gradients
