@@ -24,9 +24,9 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
-    malloc keeps blocks smaller than `KEPT_BYTES`, in huge pages if possible. Returns a list with a
-    log line if the user has configured malloc, otherwise an empty list. This does nothing with
-    other C libraries. Call this before XLA starts its threads.
+    If glibc accepts the options, malloc keeps blocks smaller than `KEPT_BYTES`, in huge pages if
+    possible. Returns a list with a log line if the user has configured malloc, otherwise an empty
+    list. This does nothing with other C libraries. Call this before XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (
@@ -41,7 +41,8 @@ def keep_freed_memory() -> list[str]:
         for option, value in MALLOC_OPTIONS:
             libc.mallopt(option, value)
         libc.free(ctypes.c_void_p(libc.malloc(2**20)))  # grow the heap by M_TOP_PAD
-        heap = re.search(r"^(\w+)-(\w+) .*\[heap\]$", Path("/proc/self/maps").read_text(), re.M)
+        maps = Path("/proc/self/maps").read_text(errors="replace")  # file names may not be UTF-8
+        heap = re.search(r"^(\w+)-(\w+) .*\[heap\]$", maps, re.M)
         start, end = (int(address, 16) for address in heap.groups())
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
     return []
@@ -51,8 +52,8 @@ def reserve_gpu_memory() -> list[str]:
     """Set XLA's share of GPU memory to `USABLE` unless the user has set a share.
 
     This sets XLA_CLIENT_MEM_FRACTION and returns a list with a log line. If one of
-    `MEMORY_VARIABLES` is set, or if the host has no NVIDIA or AMD GPU, it does nothing and returns
-    an empty list. Call this before JAX starts.
+    `MEMORY_VARIABLES` is set to a nonempty value, or if the host has no NVIDIA or AMD GPU, it does
+    nothing and returns an empty list. Call this before JAX starts.
     """
     has_gpu = any(glob.glob(pattern) for pattern in DEVICE_FILES[:2])
     if not has_gpu or any(os.environ.get(name) for name in MEMORY_VARIABLES):

@@ -49,8 +49,8 @@ def initialize_jax(
     """Start JAX on this process, and connect the processes if the job has several.
 
     Every process must call this. It sets environment variables, the JAX settings in `PINNED` and,
-    on CPUs, malloc options. In a job with several processes, it also unsets proxy variables and,
-    when it connects them, discards C++ output to stdout.
+    on CPUs, malloc options. In a job with several processes, it also unsets proxy variables. When
+    it connects the processes, it replaces sys.stdout and discards other output to stdout.
 
     Args:
         cluster: the processes of the job.
@@ -69,7 +69,8 @@ def initialize_jax(
 
     Raises:
         PeerLost: on processes that cannot reach the coordinator.
-        OSError: if another host's name does not resolve, or if there is no route to that host.
+        OSError: if the coordinator's name does not resolve, or if this host has no route to it or
+            to another host.
         RuntimeError: if `jax.distributed` cannot connect the processes.
         UsageError: if the devices do not start, if accelerators are expected but JAX finds only
             CPUs, if there are more processes than accelerators, or if an environment variable is
@@ -186,7 +187,7 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
     Set `requested` if this process has just been asked to stop. It then sends itself SIGTERM, and
     JAX catches the signal. Every process must call this for each step. Returns None if
-    `jax.distributed` is not used, and raises `RuntimeError` if the processes were connected without
+    `jax.distributed` is not used. Otherwise, the processes must have been connected with
     `preemption`.
     """
     import jax
@@ -232,7 +233,7 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
-    """Return a log line for each host with its ranks and their devices.
+    """Return a log line for each host name with its ranks and their devices.
 
     `ranks` is the `ranks` entry in the result of `initialize_jax`.
     """

@@ -56,6 +56,19 @@ def test_the_heap_asks_for_large_pages():
     assert "hg" in job.stdout.split(), job.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS requires UTF-8 file names")
+def test_a_mapped_file_whose_name_is_not_utf8_is_no_problem(tmp_path):
+    script = (
+        "import mmap, os, sys\n"
+        "name = os.path.join(os.fsencode(sys.argv[1]), b'\\xff')\n"
+        "open(name, 'wb').write(b'x')\n"
+        "mapped = mmap.mmap(os.open(name, os.O_RDWR), 1)\n"
+        "from jaxgpt.runtime.allocator import keep_freed_memory\n"
+        "assert keep_freed_memory() == []"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment(), check=True)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
