@@ -144,7 +144,7 @@ KERNELS = {
 def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     """Return the name of the kernel to run, and the reason for the choice.
 
-    Ring attention has its own kernel instead.
+    Ring attention uses its own kernel instead.
 
     Raises:
         UsageError: if model.attention names a kernel that is unknown or cannot run.

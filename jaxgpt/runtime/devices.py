@@ -98,8 +98,8 @@ def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
 
     This is the product of the axis sizes, even if the job has another number of devices. If
     the mesh contains -1, the devices of all processes are added up instead. In this case, a CPU job
-    raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or the mesh is too large. An accelerator
-    that appears to be a process's only one counts as one device. All processes must call this.
+    raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or the mesh is too large. A single
+    visible accelerator counts as one device, even if JAX splits it. All processes must call this.
     """
     if shape.is_filled:
         return shape.n_devices
