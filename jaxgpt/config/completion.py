@@ -1,6 +1,6 @@
 """Tab completion of commands, settings, values and presets in bash and zsh."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from jaxgpt.config.parse import presets
 from jaxgpt.config.schema import settings
@@ -36,7 +36,7 @@ _jaxgpt() {
 complete -o default -F _jaxgpt jaxgpt python python3"""
 
 
-def bash_script(commands: Iterable[str]) -> str:
+def bash_script(commands: Collection[str]) -> str:
     """Return a shell script that completes jaxgpt command lines.
 
     `commands` are the names of the commands, such as train.

@@ -40,10 +40,10 @@ def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None
 
 
 def expand_user(path: str, key: str = "") -> str:
-    """Expand ~ in a path, because shells do not expand it in `key=~/...`.
+    """Expand ~ or ~USER at the start of a path. Shells do not expand it in `key=~/...`.
 
     Raises `UsageError` if the home directory is unknown, or if the path or a name in it is too long
-    or contains a null character. The message begins with `key`.
+    (see `MAX_PATH` and `MAX_NAME`) or contains a null character. The message begins with `key`.
     """
     found = path if "\0" in path else os.path.expanduser(path)
     sizes = [len(name.encode(errors="replace")) for name in found.split("/")]

@@ -39,7 +39,7 @@ class MeshShape(dict[str, int]):
     """
 
     def __init__(self, *sizes: int, **by_name: int):
-        """Set sizes by position, in the order of `SHORT_FORM`, or by name. Other sizes are 1."""
+        """Set sizes by name, or up to three by position (see `SHORT_FORM`). Other sizes are 1."""
         given = dict(zip(SHORT_FORM, sizes, strict=False)) | by_name
         assert given.keys() <= AXES.keys(), given
         super().__init__((axis, given.get(axis, 1)) for axis in AXES)

@@ -551,7 +551,8 @@ class Config:
 
         Values are converted to the key's type, so they may also be strings, as in a command. Raises
         `UsageError` if a key is unknown, or if a value cannot be converted or is out of range.
-        Other rules, such as those about pairs of settings, are not checked.
+        Other rules, such as those about pairs of settings, are not checked. If a whole section is
+        replaced, as in `model=ModelConfig(...)`, its values are not checked.
         """
         config = self
         for name, value in changes.items():

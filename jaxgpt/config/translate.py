@@ -61,8 +61,8 @@ def translate(
 ) -> CommandLine:
     """Return the settings that a command line describes.
 
-    Arguments that cannot be translated do not raise an error. Instead, the result's `problems` has
-    a message for each. The values of settings are not checked. If `argv` refers to a DeepSpeed
+    Arguments that cannot be translated do not raise an error. The result's `problems` and `notes`
+    explain them. The values of settings are not checked. If `argv` refers to a DeepSpeed
     configuration, that file is read.
 
     Args:

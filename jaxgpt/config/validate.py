@@ -17,7 +17,7 @@ def validate(config: Config) -> None:
     """Raise `UsageError` if settings contradict each other.
 
     Also raises it if a value has the right type but is invalid, such as a malformed mesh, an empty
-    path, or a size that is too large. train.batch_size_per_device is ignored (see
+    `out`, or a size that is too large. train.batch_size_per_device is ignored (see
     `with_batch_size`). Types, bounds, choices (see `check_choices`), and rules that depend on the
     data or the devices are checked elsewhere.
     """
@@ -229,8 +229,8 @@ def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that parallel.mesh describes.
 
     `n_devices` is the job's number of devices. If it is None, the shape may contain -1, and does
-    not have to match the devices. Raises `UsageError` if parallel.mesh is malformed or does not fit
-    the devices, the model or other settings.
+    not have to match the devices. Raises `UsageError` if parallel.mesh is malformed, or if the
+    parallel layout does not fit the devices, the model or other settings.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     shape = parse_mesh(config.parallel.mesh, n_devices)

@@ -30,7 +30,11 @@ def strings_of(name: str, kind: Any, value: Any) -> list[str]:
 
 
 def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
-    """Return the value of the setting `name`. Raises `UsageError` if it is malformed."""
+    """Return the value of the setting `name`, parsed from `words`.
+
+    Expands ~ in paths, and accepts other programs' values, such as bf16 for bfloat16. Raises
+    `UsageError` if the setting does not allow the value.
+    """
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
     words = [aliases.VALUE_ALIASES.get(name, {}).get(word, word) for word in words]
@@ -46,7 +50,8 @@ def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
 def convert(kind: Any, words: Sequence[str]) -> Any:
     """Convert the strings of one setting to `kind`, its type according to `settings`.
 
-    Raises `ValueError` or `KeyError` if the strings cannot be converted.
+    Raises `ValueError` or `KeyError` if the strings cannot be converted or the value is out of
+    range.
     """
     arguments = typing.get_args(kind)
     if takes_many(kind):

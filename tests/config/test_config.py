@@ -122,6 +122,13 @@ def test_an_alias_in_yaml_is_refused(tmp_path):
         load_config(str(tmp_path / "a.yaml"))
 
 
+@pytest.mark.parametrize("text", ["!!timestamp soon", "!!int ''", "9999-99-99", "!!bool maybe"])
+def test_a_value_that_yaml_cannot_convert_is_refused(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(f"train: {{seed: {text}}}\n")
+    with pytest.raises(UsageError, match="a.yaml: not readable as YAML"):
+        load_config(str(tmp_path / "a.yaml"))
+
+
 def test_all_problems_of_a_file_and_a_command_line_are_listed(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("model: {n_layers: 3, n_embd: big}\ntrain: 9\noptimiser: {beta1: 0.9}\n")
