@@ -70,7 +70,8 @@ def place_processes(
         per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
             None, the default is SLURM_NTASKS_PER_NODE, one process per device (unless
             JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, or one, in this order. Slots in a host file
-            limit this number and, unless JAX_PLATFORMS=cpu, replace the default of one.
+            limit this number. They also replace the default of one, unless a variable such as
+            JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
         spare: number of hosts to keep free, at the end of the list.
@@ -141,7 +142,8 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
     """Return one line of text per host, with its ranks and their devices.
 
     The devices are taken from the environment, the known machine or this host. All hosts are
-    assumed to have the same devices. Example: `host a: rank 0 on device 0+1`.
+    assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. If a host has fewer
+    devices than processes, its line says `on CPUs`, as it does with JAX_PLATFORMS=cpu.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
@@ -197,8 +199,8 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[La
     the output of its --version.
 
     Raises:
-        UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher or
-            does not answer within `SLOW_DISK` seconds.
+        UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher,
+            cannot be run, or does not answer within `SLOW_DISK` seconds.
     """
     own, site = _own_mpiexec(), _site(layout, environ)
     unused = f"; {own} is not used" if own else ""

@@ -48,7 +48,10 @@ MAX_LINE = 2**30  # bytes per message
 
 
 class HangLimit(NamedTuple):
-    """Time after which a silent process or a slow activity counts as hanging."""
+    """Time after which a silent process or a slow activity counts as hanging.
+
+    `Monitor.heartbeat` can allow an activity more time.
+    """
 
     seconds: float
     setting: str  # the user's setting, such as `train.hang_timeout=30`
@@ -182,8 +185,9 @@ class Monitor:
     def end_job(self, report: str, status: int) -> None:
         """Print `report` and terminate all processes with `status`.
 
-        If another process has failed first, its report and status are used instead. Returns only if
-        called in the monitor's thread, which then terminates the job.
+        If another process has failed first, its report and status are used instead. If process 0
+        is lost or stopped, most processes print nothing. Returns only if called in the monitor's
+        thread, which then terminates the job.
         """
         flush_stdout()
         if self._thread is None:

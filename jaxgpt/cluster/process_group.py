@@ -128,7 +128,7 @@ def own_host(group: ProcessGroup) -> str:
     """Return a name or address at which all processes can reach this host.
 
     Call this only on process 0. Returns 127.0.0.1 if all processes run on this host. In a job on
-    several hosts, JAXGPT_COORDINATOR overrides the detected name.
+    several hosts, the host in JAXGPT_COORDINATOR (host:port) overrides the detected name.
     """
     return "127.0.0.1" if group.local_size == group.size else _outside_name(group.machine)
 

@@ -63,8 +63,8 @@ class Supervisor:
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
         two exceptions after a signal to the supervisor. If an attempt has reported a checkpoint,
-        the status is 75 unless it is in `FINAL`. If no attempt is running and none has reported a
-        checkpoint, the status is 128 plus the signal's number.
+        the status is 75, unless it is 0, 130 or, after `| head`, 141. If no attempt is running and
+        none has reported a checkpoint, the status is 128 plus the signal's number.
 
         Call this in the main thread. On any of `SIGNALS`, it sends SIGUSR1 to the launcher, or
         SIGTERM if Ctrl-C follows another signal. Raises `OSError` if the launcher cannot be
@@ -197,9 +197,10 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Kill leftover processes of `job` on each host and probe the hosts, all in parallel.
 
-    A healthy host can write to `directory` and compute on each of its devices. Returns a dict that
-    maps each host name to the host's problem, or to None if it is healthy. Raises `OSError` if the
-    launcher cannot be started. Also raises whatever `launcher` raises.
+    A healthy host can write to `directory` and compute on each of its devices, and answers within
+    `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's problem, or to None
+    if it is healthy. Raises `OSError` if the launcher cannot be started. Also raises whatever
+    `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
