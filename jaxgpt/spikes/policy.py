@@ -176,9 +176,10 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    The run must have a rewind. Raises `OSError` if a checkpoint cannot be removed, and `UsageError`
-    if rewinds.json is damaged or cannot be read or written, or if the folder of checkpoints cannot
-    be read. After an error, the next start of the run tries again.
+    Checkpoints in checkpoint.local are not removed. The run must have a rewind. Raises `OSError` if
+    a checkpoint cannot be removed. Raises `UsageError` if rewinds.json is damaged or cannot be read
+    or written, or if the folder of checkpoints cannot be read. After an error, the next start of
+    the run tries again.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

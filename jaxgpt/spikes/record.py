@@ -47,8 +47,9 @@ def worst_rows(
     """Return up to `WORST_ROWS` rows with the highest losses in a step, highest first.
 
     `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its index
-    in the batch (`row`), its `loss` in nats, the name of its `corpus`, the path of its `source`,
-    and the `offset` of its first token in the source's training split, in tokens.
+    in the batch (`row`), its mean `loss` in nats per target token, the name of its `corpus`, the
+    path of its `source`, and the `offset` of its first token in the source's training split, in
+    tokens.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]
