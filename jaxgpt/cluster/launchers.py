@@ -142,8 +142,8 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
     """Return one line of text per host, with its ranks and their devices.
 
     The devices are taken from the environment, the known machine or this host. All hosts are
-    assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. If a host has fewer
-    devices than processes, its line says `on CPUs`, as it does with JAX_PLATFORMS=cpu.
+    assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. The line says `on
+    CPUs` if a host has fewer devices than processes, or with JAX_PLATFORMS=cpu.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)

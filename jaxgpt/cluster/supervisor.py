@@ -197,10 +197,10 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Kill leftover processes of `job` on each host and probe the hosts, all in parallel.
 
-    A healthy host can write to `directory` and compute on each of its devices, and answers within
-    `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's problem, or to None
-    if it is healthy. Raises `OSError` if the launcher cannot be started. Also raises whatever
-    `launcher` raises.
+    A healthy host has /proc, can write to `directory`, can compute on each of its devices, and
+    answers within `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's
+    problem, or to None if it is healthy. Raises `OSError` if the launcher cannot be started. Also
+    raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
