@@ -66,7 +66,8 @@ class Checkpoints:
 
     Orbax writes in a background thread of each process, with barriers between the processes. If one
     process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
-    `save`, `restore` or `close`, all processes agree on whether the checkpoint is complete.
+    `save`, `restore` or `close`, all processes agree on whether Orbax has succeeded. If
+    checkpoint.local is set, Orbax writes to that folder, and process 0 then copies the checkpoint.
 
     The caller may set `log`. It is called with a record of each save that completes, or fails
     without raising an error. Errors raised by `log` propagate.
@@ -101,7 +102,7 @@ class Checkpoints:
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
-        """Prepare for saving: remove interrupted saves, and create the folder in checkpoint.local.
+        """Prepare for saving: remove interrupted saves, and create any local folder.
 
         `tree` has the arrays to save, or their shapes. All processes call this together.
 
@@ -198,9 +199,8 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
                 arrays that do not match `shapes`.
-            UsageError: on every process, if a file is temporarily unreadable, if the JSON belongs
-                to another step, or if a save in progress fails and the run cannot continue without
-                it.
+            UsageError: on every process, if a file cannot be read, if the JSON belongs to another
+                step, or if a save in progress fails and the run cannot continue without it.
             RuntimeError: if JAX fails, for example because it runs out of memory.
         """
         self._settle_all()
@@ -434,13 +434,13 @@ def restore_params(
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
             shardings.
-        run_on_all: `ProcessGroup.run_on_all`, or None if only one process calls this.
+        run_on_all: `ProcessGroup.run_on_all`, to raise each error on every process. With None, a
+            process may raise only the errors that it finds itself.
 
     Raises:
-        DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
-            arrays that do not match `shapes`.
-        UsageError: on every process, if a file is temporarily unreadable, or if the JSON belongs to
-            another step.
+        DamagedCheckpoint: if any process finds damaged or missing files, or arrays that do not
+            match `shapes`.
+        UsageError: if a file cannot be read, or if the JSON belongs to another step.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     wanted, remedy = {"params": shapes}, "choose another step"
@@ -493,9 +493,8 @@ def _read(
 def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     """Return this process's shards of the arrays.
 
-    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file is
-    temporarily unreadable, and `RuntimeError` if JAX fails, for example because it runs out of
-    memory.
+    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file
+    cannot be read, and `RuntimeError` if JAX fails, for example because it runs out of memory.
 
     This function calls Orbax's handler directly. The handler does not wait for other processes, so
     a failed process can report its error to them.

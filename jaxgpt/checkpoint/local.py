@@ -61,7 +61,7 @@ class LocalFolder:
             remove_temporary(checkpoints)
 
         def check_shared() -> None:
-            if not probe.exists():
+            if not os.path.exists(probe):  # `Path.exists` would raise `PermissionError`
                 host = cluster.host_names[cluster.rank]
                 raise UsageError(
                     f"checkpoint.local={self._folder}: host {host} cannot see the files that "
@@ -86,8 +86,8 @@ class LocalFolder:
         process 0.
 
         Raises:
-            UsageError: if a checkpoint cannot be read, copied or renamed, or if its JSON belongs to
-                another step.
+            UsageError: if a checkpoint cannot be read, copied or renamed, if its JSON belongs to
+                another step, or if a folder of checkpoints cannot be read.
             OSError: if metrics.jsonl exists but cannot be read.
         """
         notes, metrics = [], self._run / METRICS

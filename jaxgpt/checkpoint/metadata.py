@@ -50,7 +50,7 @@ def read_meta(directory: Path, step: int) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: if the JSON is missing, invalid or does not match its hash.
-        UsageError: if the JSON is temporarily unreadable, or belongs to another step.
+        UsageError: if the JSON cannot be read, or belongs to another step.
     """
     checkpoint = directory / "checkpoints" / str(step)
     path = checkpoint / "meta" / "metadata"
@@ -82,7 +82,7 @@ def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
     """
     path = directory / "checkpoints" / f"{step}.damaged"
     for number in itertools.count(2):
-        if not path.exists():
+        if not os.path.exists(path):  # `Path.exists` would raise `PermissionError`
             break
         path = path.with_name(f"{step}.damaged.{number}")
     try:
@@ -110,8 +110,8 @@ def newest_undamaged(
     Raises:
         DamagedCheckpoint: if all checkpoints up to step `last` are damaged, or if the newest of
             them is damaged and `on_damage` is `refuse`.
-        UsageError: if the folder or the JSON of a checkpoint is temporarily unreadable, or if the
-            JSON belongs to another step.
+        UsageError: if the folder or the JSON of a checkpoint cannot be read, or if the JSON belongs
+            to another step.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -133,7 +133,7 @@ def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each checkpoint in a run directory, keyed by step.
 
     Checkpoints with damaged JSON are left out. Raises `UsageError` if the folder or the JSON of a
-    checkpoint is temporarily unreadable, or if the JSON belongs to another step.
+    checkpoint cannot be read, or if the JSON belongs to another step.
     """
     found = {}
     for step in list_checkpoints(directory):
@@ -145,9 +145,9 @@ def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
 def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
-    The list includes damaged checkpoints, so that their damage is reported, but not checkpoints
-    that are still being written. The list is empty if the folder `checkpoints` does not exist.
-    Raises `UsageError` if the folder cannot be read.
+    Every entry of the folder `checkpoints` whose name is a step counts, even if it is damaged.
+    Checkpoints that are still being written have other names. The list is empty if the folder does
+    not exist or is a file. Raises `UsageError` if the folder cannot be read.
     """
     folder = directory / "checkpoints"
     try:
@@ -200,8 +200,9 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
 
 def remove_temporary(checkpoints: Path) -> None:
     """Remove leftovers of interrupted saves and removals from a folder. Errors are ignored."""
-    for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
-        shutil.rmtree(scratch, ignore_errors=True)  # leftovers only waste space
+    with contextlib.suppress(OSError):  # leftovers only waste space
+        for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def is_step(name: str) -> bool:

@@ -40,7 +40,7 @@ def devices_that_differ(params: Any) -> list[int]:
 def has_replicas(params: Any) -> bool:
     """Return whether more than half of all parameter elements have replicas.
 
-    `params` is a tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+    `params` is a tree of arrays or `jax.ShapeDtypeStruct`s, each with a `NamedSharding`.
     """
     arrays = jax.tree.leaves(params)
     with_copy = [a.size for a in arrays if len(devices_by_part(a.sharding)[0]) > 1]

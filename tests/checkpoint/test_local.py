@@ -10,6 +10,7 @@ import pytest
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.local import LocalFolder
 from jaxgpt.checkpoint.metadata import list_checkpoints
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, load_config
 from jaxgpt.parallel.mesh import make_mesh
 from jobs import META
@@ -158,3 +159,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(run, tmp_path):
     (tmp_path / "nvme").write_text("")
     with pytest.raises(UsageError, match=r"checkpoint.local=.*nvme: cannot be written \("):
         open_run(run, tmp_path)
+
+
+def test_a_host_that_cannot_access_the_folder_is_reported(run, tmp_path):
+    other_process = ProcessGroup("none", rank=1, host_names=("a", "b"))
+    with pytest.raises(UsageError, match="host b cannot see the files"):
+        LocalFolder(str(tmp_path / (300 * "x")), run).open(other_process)

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from jaxgpt.checkpoint.metadata import add_checksum, is_step, list_checkpoints, read_meta
+from jaxgpt.checkpoint.metadata import (
+    add_checksum,
+    is_step,
+    list_checkpoints,
+    quarantine,
+    read_meta,
+    remove_temporary,
+)
 from jaxgpt.config import Config, UsageError
 
 META = {
@@ -58,3 +65,10 @@ def test_a_folder_that_cannot_be_read_does_not_count_as_empty(tmp_path):
     assert list_checkpoints(tmp_path) == []
     with pytest.raises(UsageError, match=r"checkpoints: cannot be read \(File name too long\)"):
         list_checkpoints(tmp_path / (300 * "x"))
+
+
+def test_an_inaccessible_folder_is_a_usage_error_or_ignored(tmp_path):
+    inaccessible = tmp_path / (300 * "x")
+    with pytest.raises(UsageError, match=r"damaged; .*5 cannot be renamed \(File name too long\)"):
+        quarantine(inaccessible, 5, "damaged")
+    remove_temporary(inaccessible)
