@@ -35,7 +35,7 @@ class Tracker(Protocol):
         """
 
     def log(self, record: Record) -> None:
-        """Write the kind, step and values of one record; see `Record.to_dict`."""
+        """Write a record, or the parts of it that the destination can show."""
 
     def rewind(self, step: int) -> None:
         """Drop all steps after `step`, because the run will repeat them."""
@@ -80,9 +80,10 @@ class Trackers:
         """Open metrics.jsonl, samples.txt, the trackers in train.trackers and the supervisor link.
 
         The link is opened only under `jaxgpt.launch --restarts`. The trackers and the link run in
-        separate threads. `run` and `resume_step` are as in `Tracker.open`. `say` prints a message.
-        Raises `UsageError` if metrics.jsonl or its copy cannot be written (see `JsonLines.open`),
-        and `OSError` if metrics.jsonl exists but cannot be read.
+        separate threads. `run` and `resume_step` are as in `Tracker.open`, and train.trackers must
+        have passed `check_trackers`. `say` prints a message. Raises `UsageError` if metrics.jsonl
+        or its copy cannot be written (see `JsonLines.open`), and `OSError` if metrics.jsonl exists
+        but cannot be read.
         """
         self._say = say
         self._failing: set[str] = set()
@@ -97,7 +98,10 @@ class Trackers:
         self._all = {"metrics.jsonl": metrics, **self._all}
 
     def views(self) -> list[str]:
-        """Return the non-empty `view`s of the trackers in train.trackers. Call before `close`."""
+        """Return the non-empty `view`s of the trackers in train.trackers. Call before `close`.
+
+        The view of a tracker that is still opening, or cannot be opened, may be missing.
+        """
         found = self._all.values()
         return [t.view for t in found if isinstance(t, BackgroundTracker) and t.view]
 

@@ -33,10 +33,11 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Width of the output terminal in columns, or None if it is unknown.
+        """Width of the output terminal in columns, or None if there is no terminal.
 
-        If stdout is a terminal, the environment variable COLUMNS overrides its width. If mpiexec on
-        this host forwards the output through a pipe, this is the width of mpiexec's terminal.
+        If stdout is a terminal, the environment variable COLUMNS overrides its width, and an
+        unknown width counts as 80. If mpiexec on this host forwards the output through a pipe, this
+        is the width of mpiexec's terminal, or None if it is unknown.
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
@@ -120,7 +121,7 @@ def wrap(text: str, width: int | None) -> str:
     """Wrap lines that are longer than `width` characters.
 
     Continuation lines are indented by two spaces, long words are not broken, and tabs become
-    spaces. If `width` is None, `text` is returned unchanged.
+    spaces. `width` must be positive. If it is None, `text` is returned unchanged.
     """
     if width is None:
         return text

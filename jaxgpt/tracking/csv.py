@@ -16,7 +16,8 @@ class Csv:
 
     The columns have the same names as in metrics.jsonl, and there is no column for `kind`. Nested
     names are joined by `/`. Missing values are empty, and non-finite numbers are `nan`, `inf` or
-    `-inf`.
+    `-inf`. Methods raise the errors of `read_table` and `write_table`, and `OSError` if the folder
+    or a row cannot be written.
     """
 
     view = ""

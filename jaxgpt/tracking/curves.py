@@ -35,20 +35,22 @@ TAGS = {
     "checkpoint/stalled": "goodput/checkpoint_stalled",
     "checkpoint/seconds": "goodput/checkpoint_seconds",
 }
+NO_CURVES = ("kind", "step", "nonfinite")  # `nonfinite` is added by `json_line`
 TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in a record (except its step) by tag, such as `train/loss`.
 
-    `record` is the result of `Record.to_dict`. Numbers in lists are left out, and so is `skipped`
-    if it is False. For a goodput record, the result has only the fraction of the time spent on each
-    activity. The result is empty if the kind of the record is not in `GROUPS`.
+    `record` is the result of `Record.to_dict` or a line of metrics.jsonl. Numbers in lists are left
+    out, and so is `skipped` if it is False. For a goodput record, the result has only the fraction
+    of the time spent on each activity. The result is empty if the kind of the record is not in
+    `GROUPS`.
     """
     kind = record["kind"]
     if kind not in GROUPS:
         return {}
-    fields = {name: value for name, value in record.items() if name not in ("kind", "step")}
+    fields = {name: value for name, value in record.items() if name not in NO_CURVES}
     if kind == "goodput":
         total = sum(fields["seconds"].values()) or 1.0
         fields = {activity: seconds / total for activity, seconds in fields["seconds"].items()}

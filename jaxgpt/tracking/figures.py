@@ -23,9 +23,9 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Return a duration in whole seconds as text, such as `1:01:01` or `2 days, 1:01:01`.
+    """Return a duration, rounded to seconds, as text such as `1:01:01` or `2 days, 1:01:01`.
 
-    `seconds` must be finite.
+    `seconds` must be from 0 to 8e13.
     """
     return str(datetime.timedelta(seconds=round(seconds)))
 

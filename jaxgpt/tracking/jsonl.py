@@ -83,7 +83,10 @@ class JsonLines:
 
 
 class Samples:
-    """Writes samples.txt, beginning with the samples in metrics.jsonl."""
+    """Writes samples.txt, beginning with the samples in metrics.jsonl.
+
+    Methods raise `OSError` if one of these files cannot be read or written.
+    """
 
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run = run
@@ -166,8 +169,9 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    Damaged lines and the record `replaces` are also dropped. If `record` is given, it is appended.
-    Raises `UsageError` if the file cannot be written, and `OSError` if it cannot be read.
+    Lines without a valid kind and step, and the record `replaces`, are also dropped. If `record` is
+    given, it is appended. Raises `UsageError` if the file cannot be written, and `OSError` if it
+    cannot be read.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))

@@ -40,8 +40,8 @@ class TrainRecord(Record):
     skipped_range: tuple[int, int] | None = None  # first and last step of the skipped range
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
     """For each corpus, the `tokens` so far and the mean `loss` in nats since the last record that
-    has this field. The loss is None if the corpus had no targets. The field is None for skipped
-    steps and if there is only one corpus."""
+    has this field, or since the run resumed or was rewound. The loss is None if the corpus had no
+    targets. The field is None for skipped steps and if there is only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class LayersRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord(Record):
-    """Evaluation losses on both splits, in nats per token."""
+    """Evaluation losses on both splits, in nats per token. A loss is NaN if all weights are 0."""
 
     kind = "eval"
     train_loss: float
@@ -140,7 +140,7 @@ class CheckpointRecord(Record):
 class GoodputRecord(Record):
     """Time spent on each activity since the process's previous goodput record.
 
-    Since that record, the process has run steps `after` + 1 to `step`. See
+    Since that record, the process has run or skipped steps `after` + 1 to `step`. See
     `train/reporting/goodput.py`.
     """
 
@@ -183,7 +183,7 @@ class StartupRecord(Record):
     """Start-up times in seconds and their spread across processes; see `perf/startup.py`."""
 
     kind = "startup"
-    values: Mapping[str, float]
+    values: Mapping[str, float]  # result of `startup_values`
 
 
 # Fields of the records that are read from disk, by kind, in the format of `check_shape`.

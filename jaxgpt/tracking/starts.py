@@ -75,7 +75,8 @@ def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     `seconds` is the time from the start of the job to the end of the first step, and `from` is
     "job". If the start of the job is unknown, `seconds` begins at the start of the process, and
     `from` is "process". `seconds` is rounded to 0.1 s. `time` is the local time of the start as
-    text, and `hosts` is the number of hosts. Raises `OSError` if starts.jsonl cannot be read.
+    text, and `hosts` is the number of hosts. `result` is `done`, `stopped`, `dead` or, for the last
+    start, `running`. Raises `OSError` if starts.jsonl cannot be read.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

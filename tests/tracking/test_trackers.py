@@ -21,6 +21,7 @@ from jaxgpt.tracking.appended_file import AppendedFile
 from jaxgpt.tracking.background import ATTEMPTS, LIMIT, BackgroundTracker
 from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.csv import read_table, write_table
+from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.jsonl import JsonLines, read_records
 from jaxgpt.tracking.records import CheckpointRecord, EvalRecord, SampleRecord, TrainRecord
 from jaxgpt.tracking.run_files import RunFiles, read_runs
@@ -62,6 +63,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     first, second = lines(tmp_path / "metrics.jsonl")
     assert first["loss"] is None and first["lr"] == 0.1 and first["nonfinite"]
     assert "nonfinite" not in second
+    assert curves(first) == {"train/lr": 0.1, "data/consumed_tokens": 0}
 
 
 def test_a_resumed_file_holds_no_step_twice(tmp_path):
