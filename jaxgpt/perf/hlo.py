@@ -52,7 +52,10 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the called computations, except those of loops and custom calls."""
+        """Names of the called computations, except those of loops and custom calls.
+
+        Those of `select-and-scatter` are also left out.
+        """
         found = (name or several for name, several in _CALLED.findall(self.arguments))
         return re.findall(r"[\w.-]+", " ".join(found))
 

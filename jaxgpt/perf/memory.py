@@ -34,7 +34,10 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return how many bytes of this host's memory a job may use: a fixed share of its RAM."""
+    """Return how many bytes of this host's memory a job may use: a fixed share of its RAM.
+
+    Memory limits of containers and of Slurm are ignored.
+    """
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

@@ -39,7 +39,9 @@ class Tracing:
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
         """Wait for the arrays in `pending`, then start the trace. All processes call this.
 
-        Process 0 writes the trace to `directory`. Every other process uses a temporary folder.
+        Process 0 writes the trace to `directory`. Every other process uses a temporary folder, and
+        raises `OSError` if it cannot create this folder. Raises `RuntimeError` if JAX fails, for
+        example because a trace is already running.
         """
         self._cluster = cluster
         self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
@@ -84,8 +86,9 @@ class StepProfile:
     """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
-    step. All processes call every method. `before` raises `OSError` if a process other than 0
-    cannot create a temporary folder. `after` and `close` raise whatever `Tracing.stop` raises.
+    step. All processes call every method. The constructor raises `UsageError` if `profile_steps` is
+    invalid. `before` raises the errors of the constructor of `Tracing`. `after` and `close` raise
+    the errors of `Tracing.stop` and, on process 0, `BrokenPipeError` if the output pipe is closed.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):
