@@ -52,9 +52,9 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the called computations, except those of loops and custom calls.
+        """Names of the called computations.
 
-        Those of `select-and-scatter` are also left out.
+        The list is empty for loops, custom calls and select-and-scatter.
         """
         found = (name or several for name, several in _CALLED.findall(self.arguments))
         return re.findall(r"[\w.-]+", " ".join(found))
