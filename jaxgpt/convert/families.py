@@ -37,9 +37,9 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    If `block_size` is not None, it overrides the context length (in tokens). Raises `UsageError` if
-    the file cannot be read, if the file or `block_size` is invalid, or if the model family or an
-    option is not supported.
+    If `block_size` is not None, it overrides the context length (in tokens). The model has no
+    dropout. Raises `UsageError` if the file cannot be read, if the file or `block_size` is invalid,
+    or if the model family or an option is not supported.
     """
     path = folder / CONFIG
     config = read_json(path)

@@ -38,8 +38,9 @@ def from_hf(
             GPT-2 vocabulary files, if there are any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if
-    `block_size` does not fit the model, or if the package `safetensors` is not installed. Also
-    raises whatever `read_tokenizer` and `write_weights` raise.
+    `block_size` does not fit the model, or if the package `safetensors` is not installed. Raises
+    `OSError` if the folder cannot be accessed. Also raises whatever `read_tokenizer` and
+    `write_weights` raise.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}

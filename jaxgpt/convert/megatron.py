@@ -115,9 +115,9 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
         tokenizer: path that `read_tokenizer` accepts, or None. Rows of the embedding and the
             output layer beyond the tokenizer's vocabulary are dropped as padding.
 
-    Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
-    tokenizer cannot be read or does not fit the model, or if torch is missing or too old. Also
-    raises whatever `rank_files` and `write_weights` raise.
+    Raises `UsageError` if a file is missing or damaged, if the model is not supported or does not
+    match its tensors, if the tokenizer cannot be read or does not fit the model, or if torch is
+    missing or too old. Also raises whatever `rank_files` and `write_weights` raise.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}
@@ -179,7 +179,7 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether a class, given by its full name, is replaced with `Inert`."""
+    """Return whether a class or function, given by its full name, is replaced with `Inert`."""
     return name in HARMLESS_NAMES or name.partition(".")[0] in HARMLESS_PACKAGES
 
 
@@ -308,7 +308,8 @@ def merged(
 def model_of(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Tensor]) -> ModelConfig:
     """Return the model that a checkpoint's arguments and token embedding describe.
 
-    The vocabulary size is the number of rows of the token embedding, including padding.
+    The vocabulary size is the number of rows of the token embedding, including padding. The
+    model has no dropout.
 
     Raises `UsageError` if an argument is missing, invalid or not supported, or if `found` has no
     token embedding with two dimensions.

@@ -46,7 +46,7 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
 
 
 def model_of(path: Path, arguments: Any) -> ModelConfig:
-    """Return the model that a checkpoint's model_args describe.
+    """Return the model that a checkpoint's model_args describe, but without dropout.
 
     Raises `UsageError` if an argument is missing or invalid.
     """

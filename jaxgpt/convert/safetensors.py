@@ -53,7 +53,7 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
 
     The folder has either one file or several files with an index. Raises `UsageError` if a file is
     missing, unreadable or damaged, if a tensor in the index is missing, or if the `safetensors`
-    package is not installed.
+    package is not installed. Raises `OSError` if the folder cannot be accessed.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder; give one with config.json and {FILE}")

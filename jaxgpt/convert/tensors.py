@@ -38,8 +38,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Missing parent folders of `out` are created. After an error, the temporary folder is removed. If
     the process is killed, `<out>.partial-*` remains. Raises `UsageError` if `out` exists and is not
-    an empty folder, if no folder can be created next to it, or if the disk is full. Other errors in
-    the block or while renaming are propagated.
+    a readable, empty folder, if no folder can be created next to it, or if the disk is full. Other
+    errors in the block or while renaming are propagated.
     """
     out = out.absolute()
     try:

@@ -20,7 +20,10 @@ OLDEST = "2.10"  # older versions can run code even with weights_only=True (CVE-
 
 
 class Inert:
-    """Stand-in for an object of an external class, with its constructor arguments and fields."""
+    """Stand-in for an object of an external class, with its constructor arguments and fields.
+
+    `fields` is empty unless the pickled state of the object is a dictionary.
+    """
 
     def __new__(cls, *arguments: Any) -> "Inert":
         made = super().__new__(cls)
@@ -69,12 +72,12 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
     """Return the object in a torch.save file. Its tensors stay in the mapped file.
 
     Args:
-        is_harmless: takes the full name of a class that is neither a container nor a tensor. True
-            means that objects of the class are replaced with `Inert`, and False means that the file
-            is rejected.
+        is_harmless: takes the full name of a class or function. It is not called for containers
+            and tensors. True means that objects of the class are replaced with `Inert`, and False
+            means that the file is rejected.
 
     Raises `UsageError` if the file is missing, damaged or not in torch's zip format, if
-    `is_harmless` rejects a class, or if torch is missing or too old.
+    `is_harmless` rejects a name, or if torch is missing or too old.
     """
     torch = _torch()
     try:
