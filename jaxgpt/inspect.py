@@ -127,8 +127,8 @@ def _look_up(
 def row_text(run: Path, step: int, row: int) -> str:
     """Return the origin and text of one training row, or the reason why it cannot be read.
 
-    If the data has no tokenizer, token IDs replace the text. The result is cached, so later changes
-    to the run or its data have no effect.
+    If the data has no tokenizer, token IDs replace the text. The last 1,000 results are cached, so
+    later changes to the run or its data may have no effect.
     """
     if step < 1:  # the record is damaged
         return f"row {row} cannot be read: there is no step {step}"
@@ -159,8 +159,8 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
     `sequence` is the index of the row among all rows of the run, from 0. `corpus` is a name, and
     `file` is a path. `offset` is the number of tokens in the file before the row. `document` is the
-    number of the row's first document, and `document_start` is the number of tokens in the file
-    before that document. Both are None if the data has no document index.
+    number of the row's first document, from 0, and `document_start` is the number of tokens in the
+    file before that document. Both are None if the data has no document index.
     """
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]

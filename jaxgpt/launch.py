@@ -121,8 +121,9 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
     """Return the hosts of the job and the number of processes on each host.
 
-    Raises `UsageError` if the options contradict the job or each other, if COMMAND is missing, if a
-    launcher started this process, or if the host list or an environment variable is invalid.
+    Raises `UsageError` if the options contradict the job or each other, if COMMAND is missing or
+    starts with `jaxgpt.`, if a launcher started this process, or if the host list or an environment
+    variable is invalid.
     """
     launch = find_launch(os.environ)
     if launch.variable is not None:

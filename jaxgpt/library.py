@@ -120,9 +120,9 @@ class StepBatch(NamedTuple):
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
     """Yield the global batches of steps. Steps are counted from 1, and may be in any order.
 
-    JAX is not imported. The default dataset is prepared if it is missing. Raises `UsageError`
-    during the iteration if a setting or a step is invalid, or if the data cannot be prepared or
-    read.
+    Every batch has train.batch_size rows. JAX is not imported. The default dataset is prepared if
+    it is missing. Raises `UsageError` during the iteration if a setting or a step is invalid, or if
+    the data cannot be prepared or read.
     """
     if not isinstance(steps, Iterable):
         raise UsageError(f"steps={steps}: must be a list of steps, such as [1, 2] or range(1, 3)")
@@ -145,7 +145,9 @@ def load_model(
     batch_size: int = 1,
     cluster: ProcessGroup | None = None,
 ) -> Model:
-    """Return a trained model, for `logits`, `generate` and `score`.
+    """Return a trained model, for `logits`, `generate` and `score`. This starts JAX.
+
+    All processes of the job must call this together.
 
     Args:
         run: a run directory, or the folder of a Hugging Face model, with or without the prefix
@@ -164,7 +166,8 @@ def load_model(
             `cluster` is None in a job with several processes.
         OSError: if the folder is not accessible, or if no temporary folder can be created for the
             weights of a Hugging Face model.
-        RuntimeError: if JAX fails. Also raises whatever `initialize_jax` raises.
+        RuntimeError: if JAX fails. Also raises whatever `join_process_group` and `initialize_jax`
+            raise.
     """
     if dtype not in (None, "float32", "bfloat16"):
         raise UsageError(f"dtype={dtype}: must be float32 or bfloat16")
@@ -184,14 +187,17 @@ class Trainer:
 
     With the same configuration and devices, a trainer takes the same steps as `jaxgpt.train`, bit
     for bit (on GPUs, with train.deterministic). However, a trainer does not rewind after a loss
-    spike, and ignores faults.bit_flip_step. The command can continue a run saved by a trainer, and
-    vice versa. A trainer writes to a run directory only in `save`.
+    spike, does not stop after non-finite steps, and ignores train.verify_interval and
+    faults.bit_flip_step. The command can continue a run saved by a trainer, and vice versa. A
+    trainer writes to a run directory only in `save`.
 
     All processes of a job must call a trainer's methods together.
     """
 
     def __init__(self, config: Config, cluster: ProcessGroup | None = None):
         """Open the data, start JAX and build the mesh.
+
+        The default dataset is prepared if it is missing.
 
         Args:
             config: the configuration, from `load_config`.
@@ -201,7 +207,8 @@ class Trainer:
         Raises:
             UsageError: if a setting is invalid, if the data cannot be read, if the configuration
                 does not fit the data, the devices or their memory, or if `cluster` is None in a job
-                with several processes. Also raises whatever `initialize_jax` raises.
+                with several processes. Also raises whatever `join_process_group` and
+                `initialize_jax` raise.
         """
         config = checked(config, CHOICES)
         self.cluster = cluster = _cluster(cluster, "jaxgpt.Trainer")
@@ -259,9 +266,9 @@ class Trainer:
     def state(self) -> "TrainState":
         """A copy of the state after `step`. Later steps do not change it.
 
-        Raises `UsageError` if the initial weights cannot be read or do not match the configuration,
-        or if JAX failed during the last step. Raises `OSError` if train.init_from needs a temporary
-        folder that cannot be written, and `RuntimeError` if JAX fails.
+        Raises `UsageError` if the initial weights cannot be read or do not match the configuration
+        or the data, or if JAX failed during the last step. Raises `OSError` if train.init_from is
+        set and a file cannot be copied to a temporary folder. Raises `RuntimeError` if JAX fails.
         """
         with self._lock:
             return copied(self._current_state())
@@ -402,7 +409,8 @@ class Trainer:
     def evaluate(self) -> EvalRecord:
         """Return the mean losses over train.eval_iters batches of each split, in nats per token.
 
-        Raises `UsageError` if the data cannot be read. Also raises the same errors as `state`.
+        A loss is NaN if no target counts toward it. Raises `UsageError` if the data cannot be read.
+        Also raises the same errors as `state`.
         """
         with self._lock:
             return self._evaluator(self.step, self._current_state().params)
@@ -440,13 +448,14 @@ class Trainer:
         """Save a checkpoint of this step in a run directory, and wait until it is complete.
 
         `python -m jaxgpt.train --out RUN` continues the run, and jaxgpt.sample and other commands
-        that need no metrics.jsonl can read it. Older checkpoints are removed according to
-        checkpoint.keep, checkpoint.keep_every and checkpoint.keep_best.
+        that need no metrics.jsonl can read it. Older checkpoints are removed according to the
+        retention settings. Without a metrics.jsonl, checkpoint.keep_best has no effect.
 
         Raises:
-            UsageError: if the directory contains another run, a checkpoint of this step or a later
-                step, or a checkpoint that another trainer or command has added to this run, or if
-                it is in use by another job or cannot be written.
+            UsageError: if `run` is not a valid path, if the directory contains another run, a
+                checkpoint of this step or a later step, or a checkpoint that another trainer or
+                command has added to this run, or if it is in use by another job or cannot be
+                written.
             OSError: on process 0, if the tokenizer's file cannot be read or written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """
@@ -497,17 +506,17 @@ class Trainer:
             )
 
     def restore(self, run: str | Path, step: int | None = None) -> None:
-        """Continue from a checkpoint of a run, on this trainer's mesh.
+        """Continue from a checkpoint of a run, on this trainer's mesh. This clears `history`.
 
         Args:
             run: the run directory.
             step: the step of the checkpoint; by default, the newest checkpoint.
 
         Raises:
-            UsageError: if `step` is invalid or there is no such checkpoint, if the checkpoint or
-                rewinds.json is damaged or cannot be read, if the run has a different model,
-                optimizer or data, if checkpoint.resume is False, or if `train` or `restore` is
-                running.
+            UsageError: if `run` or `step` is invalid or there is no such checkpoint, if the
+                checkpoint or rewinds.json is damaged or cannot be read, if the checkpoint does not
+                fit the configuration or the data (see `check_resume`), if checkpoint.resume is
+                False, or if `train` or `restore` is running.
             RuntimeError: if JAX fails.
         """
         with self._alone():

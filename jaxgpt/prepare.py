@@ -96,8 +96,9 @@ def prepare(
     """Write the dataset and return the lines of a summary.
 
     `arguments` come from `parser()`, and `directory` is an absolute path. A built-in dataset
-    without --out replaces the data in its default folder. For the command `text`, the processes of
-    `pool` tokenize files; by default, this process tokenizes them.
+    without --out replaces the data in `directory`. The arguments of the command `text` must have
+    passed `check_options`. The processes of `pool` tokenize its files; by default, this process
+    tokenizes them.
 
     Raises:
         UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,

@@ -108,9 +108,9 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     is used. All processes call this together. This starts JAX.
 
     Raises:
-        UsageError: if the mesh is invalid or does not fit the devices, if the configuration in a
-            checkpoint is invalid, if the data has changed or cannot be read, or if a step cannot be
-            repeated.
+        UsageError: if `run` is not a run directory with checkpoints, if the mesh is invalid or does
+            not fit the devices, if the configuration in a checkpoint is invalid, if the data has
+            changed or cannot be read, or if a step cannot be repeated.
         DamagedCheckpoint: if a checkpoint is damaged.
         OSError: on process 0, if metrics.jsonl cannot be read.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
@@ -255,7 +255,8 @@ class Repeater:
 
         JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
         `fingerprints`, if the mesh does not fit the devices or the configuration, or if the
-        attention kernel or the matmul dtype cannot be used on these devices.
+        attention kernel or the matmul dtype cannot be used on these devices. Raises `RuntimeError`
+        if JAX fails.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -322,8 +323,8 @@ def compare(
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
     `records` has the format of `records` in `find_stretches`. Steps without a record are not
-    compared. If `exact` is True, the metrics must be bitwise equal. Otherwise, they may differ by
-    up to the tolerances in `COMPARED`. Non-finite metrics are treated as None.
+    compared. If `exact` is True, the metrics must be equal. Otherwise, they may differ by up to
+    the tolerances in `COMPARED`. Non-finite metrics are treated as None.
     """
     out = []
     for step, scalars in found.items():

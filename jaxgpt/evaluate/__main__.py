@@ -97,7 +97,7 @@ def run_lm_eval(argv: list[str]) -> None:
     """Run EleutherAI's lm_eval with the command-line options `argv`.
 
     This sets sys.argv. Invalid options terminate the process. Raises `UsageError` if lm_eval is not
-    installed. Also raises whatever `JaxGPT` and its methods raise.
+    installed. Also raises whatever lm_eval, `JaxGPT` and its methods raise.
     """
     try:
         import lm_eval  # noqa: F401
@@ -120,8 +120,8 @@ def input_folder(
     With --input, data.path is a temporary folder of tokens. The first process of each host writes
     these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes must call
     this. Raises `UsageError` if --input is combined with a split other than `ALL` or with another
-    data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises `OSError` if
-    the temporary folder cannot be written.
+    data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises `OSError` as
+    `host_folder` and `write_nanogpt` do.
     """
     if arguments.input is None:
         yield settings

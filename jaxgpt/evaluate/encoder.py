@@ -37,9 +37,9 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     tokens are added as in transformers 5 with its default settings. If the settings contain
     add_bos_token or add_eos_token, BOS is added only if add_bos_token is true, and EOS only if
     add_eos_token is true. If the settings contain neither flag, tokenizer.json determines the
-    special tokens. In all other cases, no special tokens are added. Raises `UsageError` if a
-    settings file cannot be read as a JSON object, or if the package `tokenizers` is needed but not
-    installed.
+    special tokens, and must be able to encode the letter "a". In all other cases, no special tokens
+    are added. Raises `UsageError` if a settings file cannot be read as a JSON object, or if the
+    package `tokenizers` is needed but not installed.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)

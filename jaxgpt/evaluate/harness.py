@@ -45,12 +45,12 @@ class JaxGPT(TemplateLM):
         """Start JAX and load a model.
 
         Args:
-            run: the run directory, or hf:FOLDER for a transformers model.
+            run: path that `run_folder` accepts.
             step: checkpoint to load; default the newest.
             mesh: mesh to run the model on, as in parallel.mesh or as a list of sizes.
             dtype: compute dtype, float32 or bfloat16; default the run's.
             max_length: context length in tokens, at most the model's; default the model's.
-            batch_size: number of rows to score at once; `auto` means 16.
+            batch_size: number of rows to score at once, as in `Model`; `auto` means 16.
             max_batch_size, device: unused; lm_eval passes them to every model.
             others: unknown arguments, which cause an error.
 

@@ -130,8 +130,8 @@ def find_trained(
 
     Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
     tokenizer is missing, unreadable or has changed, if the mesh is malformed or does not fit the
-    model and `block_size`, if `settings` are invalid or contradict each other, or if `block_size`
-    is larger than the model's.
+    model and `block_size`, if `dtype` or `settings` are invalid or contradict each other, or if
+    `block_size` is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -170,14 +170,16 @@ class Rows(NamedTuple):
     """Rows of tokens to score."""
 
     size: int  # number of rows
-    length: int  # T; a row has up to T+1 tokens
+    length: int  # T, a result of `Model.row_length`; a row has up to T+1 tokens
     read: Callable[[int], np.ndarray]  # row index -> token IDs of the row, at most (T+1,)
 
 
 class Model:
-    """A model on a mesh. All processes must call its methods with the same arguments.
+    """A model on a mesh.
 
-    Methods that use the parameters raise `UsageError` as `params` does.
+    All processes must call its methods with the same arguments, and must advance its iterators
+    equally far. Methods that use the parameters raise `UsageError` as `params` does, and
+    `RuntimeError` if JAX fails.
     """
 
     def __init__(
@@ -225,7 +227,8 @@ class Model:
         self.steps = make_steps(self.config, make_mesh(shape, cluster.hosts))
         if params is None:
             shapes = self.steps.state_shapes.params
-            params = restore_params(Path(trained.where), trained.step, shapes)
+            where = Path(trained.where)
+            params = restore_params(where, trained.step, shapes, cluster.run_on_all)
         self._params, self._lock = params, lock or threading.RLock()
         self._is_of_trainer = lock is not None
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}
@@ -295,10 +298,10 @@ class Model:
 
         Losses are float32 in nats, and tokens are int32 IDs. Element i refers to token i + 1 of the
         row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
-        0. `rows` may also be a list of token ID sequences, each of at most `block_size` + 1 tokens.
-        In this case, a sequence of n tokens yields arrays of shape (n - 1,), and invalid tokens
-        raise `UsageError` as in `logits`. Also raises whatever `rows.read` raises. On a terminal,
-        process 0 shows a progress bar.
+        0. The tokens of a `Rows` are not checked. `rows` may also be a list of token ID sequences,
+        each of at most `block_size` + 1 tokens. In this case, a sequence of n tokens yields arrays
+        of shape (n - 1,), and invalid tokens raise `UsageError` as in `logits`. Also raises
+        whatever `rows.read` raises. On a terminal, process 0 shows a progress bar.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -441,7 +444,7 @@ class Model:
     ) -> str:
         """Return a prompt followed by generated text. See `generate_tokens` for the arguments.
 
-        The generated text ends before the first occurrence of a `stop` string. An empty prompt
+        The generated text ends before the `stop` string that is completed first. An empty prompt
         becomes the end-of-text token, or token 0 if the tokenizer has no such token. Raises
         `UsageError` if an argument is invalid, if the model has no tokenizer, or if the tokenizer
         cannot encode the prompt.

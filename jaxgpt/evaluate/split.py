@@ -88,7 +88,7 @@ class Windows:
 class Split:
     """An open split of a dataset, and its division into rows."""
 
-    dataset: Dataset
+    dataset: Dataset  # its vocabulary size is `ANY_VOCABULARY`
     name: str  # name of a split, or `ALL`
     trained: Trained  # its config has the end-of-text token if data.document_mask is set
     tokenizer: Tokenizer | None
@@ -108,11 +108,11 @@ class Split:
     def count_bytes(self) -> list[int | None]:
         """Return the number of UTF-8 bytes in the predicted tokens of each sequence in `texts`.
 
-        End-of-text tokens, and tokens that do not count toward the loss, are excluded. All tokens
-        are read and checked. If the tokenizer is unknown, every number is None, and masks are not
-        read. Raises `UsageError` if a file cannot be read, if a mask is invalid, if a token is not
-        in the model's or the tokenizer's vocabulary, or if the tokenizer needs a package that is
-        not installed.
+        Bytes are counted as in `Tokenizer.count_bytes`. End-of-text tokens, and tokens that do not
+        count toward the loss, are excluded. All tokens are read and checked. If the tokenizer is
+        unknown, every number is None, and masks are not read. Raises `UsageError` if a file cannot
+        be read, if a mask is invalid, if a token is not in the model's or the tokenizer's
+        vocabulary, or if the tokenizer needs a package that is not installed.
         """
         return [self._count_bytes(text) for text in self.texts]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from evaluation import BLOCK, TEXT, opened, reference_logits, train
-from jaxgpt.config import Sampling
+from jaxgpt.cluster.process_group import ProcessGroup
+from jaxgpt.config import Sampling, UsageError
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.evaluate.model import Pair, find_trained, log_likelihoods
 from jaxgpt.train import inference
@@ -81,3 +82,16 @@ def test_a_continuation_is_greedy_if_each_token_is_the_likeliest(run):
     other = [*greedy[6:11], (greedy[11] + 1) % 256]
     found = log_likelihoods(model, [Pair(prompt, greedy[6:]), Pair(prompt, other)])
     assert [answer.is_greedy for answer in found] == [True, False]
+
+
+def test_a_process_raises_the_error_of_another_process_that_cannot_read_the_weights(
+    run, monkeypatch
+):
+    """Otherwise, it would wait for the other process at the first collective."""
+
+    def raise_other(self, error):
+        raise UsageError(error or "process 1: the weights are damaged")
+
+    monkeypatch.setattr(ProcessGroup, "raise_if_any", raise_other)
+    with pytest.raises(UsageError, match="process 1"):
+        opened(run)
