@@ -133,8 +133,9 @@ def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
     for step in steps:
         if not is_count(step):
             raise UsageError(f"steps: {step!r} is not a step; steps are integers, from 1")
+        step = int(step)  # a NumPy integer might overflow
         rows = range(loader.batch_sizes.at(step))
-        yield StepBatch(int(step), loader.read(step, rows), loader.read_weights(step, rows)[:, 1:])
+        yield StepBatch(step, loader.read(step, rows), loader.read_weights(step, rows)[:, 1:])
 
 
 def load_model(
@@ -224,9 +225,11 @@ class Trainer:
         use_compile_cache(config.compile_cache, cluster)
         from jaxgpt.parallel.mesh import job_mesh
         from jaxgpt.perf.memory import check_memory
+        from jaxgpt.spikes.faults import check_faults
         from jaxgpt.train.compiled import make_steps
 
         mesh = job_mesh(config, cluster.hosts)
+        check_faults(config, mesh.size)
         check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
         self.steps = make_steps(config, mesh, has_masks=self.dataset.has_masks)
         for line in self.steps.warnings:
@@ -333,7 +336,7 @@ class Trainer:
         from jaxgpt.runtime.dispatch import DispatchLimiter
         from jaxgpt.train.step import STEP_METRICS
 
-        todo = range(self.step + 1, self.step + n_steps + 1)
+        todo = range(self.step + 1, self.step + int(n_steps) + 1)
         skips = SkipRanges(skip_ranges(self.config))
         first = len(self._history)
         train_step, dispatched = self._train_step, DispatchLimiter()

@@ -263,6 +263,15 @@ def test_batches_are_those_that_inspect_shows(starts_from_weights, run, capsys):
         assert batch.weights.shape == batch.tokens[:, 1:].shape and batch.weights.all()
 
 
+def test_small_numpy_integers_count_steps():
+    """Arithmetic with uint8 would wrap around at 256."""
+    config = jaxgpt.load_config(SMALL[1], *SETTINGS)
+    (expected,), (found,) = (jaxgpt.batches(config, [kind(200)]) for kind in (int, np.uint8))
+    assert (found.tokens == expected.tokens).all()
+    trainer = trainer_on("1,1,1", "--train-range-to-skip", "1", "400")
+    assert sum(len(trainer.train(np.uint8(200))) for _ in range(2)) == trainer.step == 400
+
+
 def refusals(home):
     """Pairs of (what a user does wrong, the sentence that says so)."""
     load, model, config = jaxgpt.load_config, jaxgpt.load_model, jaxgpt.load_config("tiny")
@@ -290,6 +299,8 @@ def refusals(home):
     yield lambda: jaxgpt.Trainer("tiny"), "config: must be a configuration"
     yield lambda: jaxgpt.Trainer(config, cluster=3), "cluster=3: must be None or the result of"
     yield lambda: model(home, cluster=3), "cluster=3: must be None or the result of"
+    fault = ("faults.nan_step=1", "faults.nan_device=1")
+    yield lambda: trainer_on("1,1,1", *fault), "faults.nan_device=1: the mesh has 1 devices"
     yield lambda: trainer.train(2.5), "n_steps=2.5: must be a whole number"
     yield lambda: trainer.train(-3), "n_steps=-3: must be a whole number"
     yield lambda: list(jaxgpt.batches(config, 3)), "steps=3: must be a list of steps"
