@@ -192,7 +192,7 @@ class Trainer:
     faults.bit_flip_step. The command can continue a run saved by a trainer, and vice versa. A
     trainer writes to a run directory only in `save`.
 
-    All processes of a job must call a trainer's methods together.
+    All processes of a job must call a trainer's methods and read its properties together.
     """
 
     def __init__(self, config: Config, cluster: ProcessGroup | None = None):
@@ -253,7 +253,8 @@ class Trainer:
 
         It differs from the given one in these settings:
 
-        - Data paths are absolute, and data.file_list is converted to data.blend.
+        - Data paths are absolute.
+        - Each line of data.blend names a corpus, and data.file_list is converted to data.blend.
         - model.vocab_size is set and, with data.document_mask, also data.end_of_text.
         - train.batch_size_per_device is converted to train.batch_size.
         - After `restore`, train_range_to_skip includes the ranges that the run skips.
