@@ -514,6 +514,8 @@ class Model:
     ) -> list[int]:
         """Return `n_tokens` generated token IDs that continue a prompt.
 
+        If the tokenizer is known, all of these IDs are in its vocabulary.
+
         Args:
             tokens: token IDs of the prompt (n,), with n >= 1. Only the last `block_size` are used.
             n_tokens: number of tokens to generate.

@@ -163,10 +163,10 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
 
     Raises:
         UsageError: if the data's tokenizer differs from the model's and data.accept_changes is not
-            set, if the tokenizers cannot be compared, if the weights were imported and no data is
-            given, if the end-of-text token for data.document_mask is unknown or outside the
-            vocabulary, or if the stride is larger than a row. Also raises whatever `open_dataset`
-            raises.
+            set, if the tokenizers cannot be compared, if the weights were imported and no data
+            setting is given, if the end-of-text token for data.document_mask is unknown or outside
+            the vocabulary, or if the stride is larger than a row. Also raises whatever
+            `open_dataset` raises.
     """
     config, T = trained.config, trained.block_size
     if stride is not None and stride > T:
