@@ -36,7 +36,7 @@ Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. Unless the status is OK, `remedy` is not empty."""
+    """One result in the report. Unless the status is OK, `remedy` is not empty."""
 
     name: str
     status: Literal["OK", "WARN", "FAIL"]
@@ -77,7 +77,10 @@ def check_versions(job: Job) -> Check:
 
 
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
-    """Check that MPI works and that the launcher started processes on every host of the job."""
+    """Check that MPI works if it is needed, and that no host of the job is left unused.
+
+    Only the number of hosts is compared. The result is also WARN if this number is unknown.
+    """
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
     finding = f"{cluster.launcher}{machine}, {count(cluster.size, 'process', 'es')}"
@@ -141,9 +144,9 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses every accelerator of every host, each in exactly one process.
 
-    With JAX_PLATFORMS=cpu, unused accelerators are accepted. If JAX uses accelerators on an unknown
-    machine, those hidden by an environment variable may stay unused. On an unknown machine, the
-    number of accelerators comes from `count_accelerators`.
+    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, JAX may also
+    leave accelerators unused if a variable such as CUDA_VISIBLE_DEVICES is set. On an unknown
+    machine, the number of accelerators comes from `count_accelerators`.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):

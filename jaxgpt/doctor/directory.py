@@ -106,9 +106,10 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
 
 
 def check_file_system(directory: Path) -> Check:
-    """Check that the file system keeps files after the job and has `MIN_FREE_BYTES` free.
+    """Check that the file system is not held in memory, and has `MIN_FREE_BYTES` bytes free.
 
-    Raises `OSError` if the mounts or the free space cannot be read.
+    Only the types in `IN_MEMORY` count as held in memory. Raises `OSError` if the mounts or the
+    free space cannot be read.
     """
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"
@@ -125,8 +126,9 @@ def file_system_of(path: Path) -> str:
     Raises `OSError` if /proc/mounts exists but cannot be read.
     """
     table = Path("/proc/mounts")
-    mounts = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    text = table.read_text(errors="surrogateescape") if table.exists() else ""
+    mounts = [line.split() for line in text.splitlines()]
     # If several file systems have the same mount point, the last one hides the others.
     kinds = {point.replace("\\040", " "): kind for _, point, kind, *_ in mounts}
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # accepts symlink loops
     return next((kinds[str(p)] for p in (path, *path.parents) if str(p) in kinds), "unknown")

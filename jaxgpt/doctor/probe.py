@@ -43,7 +43,7 @@ def _end_leftovers(job: str) -> None:
 
 
 def processes_of(job: str) -> list[int]:
-    """Return the IDs of other processes on this host whose environment contains the job's name.
+    """Return the IDs of other processes on this host that were started with JAXGPT_JOB=`job`.
 
     Processes whose environment this user cannot read are ignored. Raises `OSError` if there is
     no /proc.

@@ -43,8 +43,8 @@ def run_checks(
     `found` is the result of `initialize_jax`. `shape` is a mesh of all devices. If it is None,
     `default_mesh_shape` chooses the mesh. `directory` is the run directory to check. If a
     collective fails, the training check fails without training. Every process must call this. The
-    status is 1 if a check is FAIL, otherwise 0. Raises whatever `collect_facts` and
-    `directory_checks` raise.
+    status is 1 if a check is FAIL, otherwise 0. If the monitor detects a hang, the job ends with
+    status 70. Raises whatever `collect_facts` and `directory_checks` raise.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")
@@ -89,12 +89,16 @@ def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> N
 class Report:
     """The results of all checks so far. Process 0 prints the results.
 
-    If an activity exceeds the timeout, for example because a process is stuck in a collective, the
-    monitor ends the report with this activity and terminates the job.
+    If the monitor detects a hang, for example because a process is stuck in a collective, process 0
+    ends the report with its current activity, unless it has been stopped. The monitor then
+    terminates the job.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):
-        """Start the monitor's thread. `job` is the result of `initialize_jax`."""
+        """Set the monitor's `on_hang`, and start its thread.
+
+        `job` is the result of `initialize_jax`.
+        """
         self.checks: list[Check] = []
         self.measurements: list[Measurement] = []
         self._cluster, self._job, self._as_json = cluster, job, as_json
@@ -103,7 +107,10 @@ class Report:
         cluster.monitor.start()
 
     def begin(self, activity: str) -> None:
-        """Start the next activity, and restart the timeout."""
+        """Start the next activity; see `Monitor.heartbeat`.
+
+        All processes must begin the same activities in the same order.
+        """
         self._activity = activity
         self._cluster.monitor.heartbeat(activity)
 

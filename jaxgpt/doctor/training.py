@@ -28,8 +28,8 @@ MODEL = (
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
     """Train a small model for ten steps on the same batch: two rows of this file per device.
 
-    Returns the loss of each step, and the distinct SHA-256 hashes of the final parameters on this
-    process's devices. Every process must call this.
+    Returns the loss of each step in nats, and the distinct SHA-256 hashes of the final parameters
+    on this process's devices. Every process must call this.
     """
     n_devices = jax.device_count()
     config = load_config(

@@ -68,11 +68,16 @@ def test_a_directory_that_cannot_be(tmp_path):
     assert (check.status, "--out" in check.remedy) == ("FAIL", True)
 
 
+def test_a_symlink_loop_is_on_the_file_system_of_its_folder(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert file_system_of(tmp_path / "loop") == file_system_of(tmp_path)
+
+
 def test_the_innermost_mount_counts(monkeypatch):
     if Path("/proc/mounts").exists():
         assert file_system_of(Path("/proc")) == "proc"
     mounts = "x / ext4 rw 0 0\nx /a\\040b tmpfs rw 0 0\nx /lus nfs rw 0 0\ny /lus lustre rw 0 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: mounts)
+    monkeypatch.setattr(Path, "read_text", lambda path, errors: mounts)
     monkeypatch.setattr(Path, "exists", lambda path: True)
     assert file_system_of(Path("/a b/c")) == "tmpfs"
     assert file_system_of(Path("/ab")) == "ext4"

@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxgpt.config import UsageError
-from jaxgpt.doctor.prove import checks
+from jaxgpt.doctor.prove import attention, checks
 from jaxgpt.doctor.prove.checks import CHECKS, memory, profile
 from jaxgpt.doctor.prove.command import markdown, read_results, run_check
 from jaxgpt.doctor.prove.measure import CommandFailed, Commands, row
@@ -97,7 +99,7 @@ def test_checks_run_in_order_within_their_limits_and_a_second_call_continues(tmp
     assert (out / "ab-x").is_dir() and (out / "ab-y").is_dir()
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"checks": {"gpt2": {"rows": []}}}'])
+@pytest.mark.parametrize("text", ["{", "{}", '{"checks": {"gpt2": {"rows": []}}}', "[" * 100_000])
 def test_results_of_another_format_are_refused(tmp_path, text):
     (tmp_path / "prove.json").write_text(text)
     with pytest.raises(UsageError, match="does not contain results of prove"):
@@ -131,6 +133,21 @@ class NoPeak(Commands):
 def test_memory_without_a_measured_peak_is_missing(tmp_path):
     found = run_check(memory, NoPeak(tmp_path / "memory", 60.0))
     assert found["status"] == "missing" and "peak memory" in found["reason"]
+
+
+def test_a_nan_in_one_gradient_is_not_hidden_by_the_others(monkeypatch):
+    xla = attention.KERNELS["xla"]
+    with_nan = jax.custom_vjp(lambda v: v)
+    with_nan.defvjp(lambda v: (v, None), lambda _, d: (d * jnp.nan,))
+
+    def make(setting):
+        attend = xla.make(setting)
+        return lambda q, k, v, *rest: attend(q, k, with_nan(v), *rest)
+
+    monkeypatch.setitem(attention.KERNELS, "broken", xla._replace(make=make))
+    monkeypatch.setattr(attention, "choose_attention", lambda setting: ("broken", "a test"))
+    forward, gradient, _ = attention.attention_errors(())
+    assert forward < 0.1 and math.isnan(gradient)
 
 
 @pytest.mark.parametrize("loss", [2.5, None])

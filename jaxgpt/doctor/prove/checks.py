@@ -1,6 +1,7 @@
 """The checks of `prove`, which run commands and yield a row for each measurement.
 
-Each check raises the same errors as the methods of `Commands` that it calls.
+Each check raises the same errors as the methods of `Commands` that it calls. It also raises
+`OSError` if a result file cannot be read or written.
 """
 
 import functools
@@ -89,7 +90,7 @@ RESUME_ON_GPU = (
 
 
 def facts(commands: Commands) -> Iterator[Row]:
-    """Report the doctor's findings and, on NVIDIA GPUs, the driver, clocks and power limit.
+    """Report the doctor's findings and, with nvidia-smi, the driver, clocks and power limit.
 
     Raises the same errors as `Commands.report`.
     """
@@ -107,7 +108,8 @@ def facts(commands: Commands) -> Iterator[Row]:
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
     """Report the speed that `bench step` measures for the settings named `name`.
 
-    Saves the measurement for the `memory` check. Raises the same errors as `Commands.json`.
+    The names are the keys of `STEPS_ON_GPU` or, without a GPU, of `STEPS_ON_CPU`. Saves the
+    measurement for the `memory` check. Raises the same errors as `Commands.json`.
     """
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])
@@ -147,8 +149,8 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 def numerics(commands: Commands) -> Iterator[Row]:
     """Compare each step's bfloat16 loss with its float32 loss. A non-finite loss misses the goal.
 
-    Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
-    `Commands.run` raises.
+    Raises `ValueError` if the runs have logged different numbers of steps, or none. Also raises
+    whatever `Commands.run` raises.
     """
     single, lower = (
         _history(train(commands, dtype, *_numerics(commands), f"train.dtype={dtype}"))
@@ -162,8 +164,8 @@ def numerics(commands: Commands) -> Iterator[Row]:
 def kernels(commands: Commands) -> Iterator[Row]:
     """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU.
 
-    Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
-    `Commands.run` and `Commands.json` raise.
+    Raises `ValueError` if the runs have logged different numbers of steps, or none. Also raises
+    whatever `Commands.run` and `Commands.json` raise.
     """
     if commands.on_gpu:
         words = (*_numerics(commands), "train.dtype=float32")
@@ -351,7 +353,7 @@ def _bench_step(commands: Commands, name: str) -> dict[str, Any]:
 
 
 def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
-    """Run training to the end; return the run directory.
+    """Run training to the end; return the run directory. An existing run is resumed.
 
     `name` is the run directory's name in the check's folder. `words` are the arguments, and
     `variables` are added to the environment. Raises the same errors as `Commands.run`.

@@ -132,7 +132,7 @@ def read_results(out: Path) -> Results:
     """Return the earlier results in `out`/prove.json, or an empty dict.
 
     Creates the folder `out` if necessary. Raises `UsageError` if the folder cannot be created, or
-    if prove.json is unreadable or malformed.
+    if prove.json is unreadable or malformed. The types of the values are not checked.
     """
     path = out / "prove.json"
     try:
@@ -145,7 +145,7 @@ def read_results(out: Path) -> Results:
         raise UsageError(
             f"--out={out}: cannot be written to ({error.strerror or error}); give a writable folder"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{path}: does not contain results of prove; give another --out") from None
 
 

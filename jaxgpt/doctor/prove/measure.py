@@ -71,7 +71,9 @@ def row(
 class Commands:
     """Runs the commands of one check, and appends their output to `log` in the check's folder.
 
-    If a call of `run`, `report` or `json` reaches the time limit, its output is lost.
+    If a call of `run`, `report` or `json` reaches the time limit, its output is lost. When a call
+    ends, the remaining processes in the command's session are killed. All methods raise `OSError`
+    if the log cannot be written.
     """
 
     def __init__(
@@ -134,8 +136,8 @@ class Commands:
     def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
         """Run a command with --json, like `run`, and return the JSON object that it prints.
 
-        Raises `ValueError` if the output does not end with a JSON object. Also raises whatever
-        `run` raises.
+        Raises `ValueError` unless the output, from its first `{` on, is a JSON object. Also raises
+        whatever `run` raises.
         """
         printed = self.run(module, *words, "--json", **variables)
         return json.loads(printed[printed.index("{") :])
@@ -144,7 +146,7 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if the command ends earlier, or is killed by another process.
+            CommandFailed: if the command ends earlier.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
 
         Also raises whatever `reached` raises.
