@@ -40,7 +40,7 @@ _SPLITS = ("splits_layers", "splits_sequence", "splits_heads")  # roles of mesh 
 class Advice(NamedTuple):
     """The best layouts, and the number of meshes compared."""
 
-    plans: list[Plan]  # best first; empty if no mesh works with the model and the batch size
+    plans: list[Plan]  # best first; empty if none of the meshes works with the configuration
     n_meshes: int
 
 
@@ -49,9 +49,10 @@ def search_layouts(
 ) -> Advice:
     """Return the best layouts for the model and the batch size, at most `n`.
 
-    Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select the fastest
-    combination of schedule, number of microbatches and remat that fits. The best `n` meshes are
-    then compiled, with more remat if needed, and ranked again. At most two of the meshes that
+    All `tensor` groups stay within a host. If `context` splits a row, each slice has at least
+    `MIN_SLICE` tokens. Formulas (`estimate.py`) rank the meshes. For each mesh, they select the
+    fastest schedule and number of microbatches, with the least remat that fits. The best `n` meshes
+    are then compiled, with more remat if needed, and ranked again. At most two of the meshes that
     differ only in `data` and `fsdp` are compiled. Layouts that fit come first, sorted by step time.
     However, a simpler layout comes before a layout that is only slightly faster (`TIE_RATIO`). If
     step times are unknown, simpler layouts come first. Among layouts that fit, pure data
@@ -60,10 +61,8 @@ def search_layouts(
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must
-    divide `n_devices`, and config.model.vocab_size must be set.
-
-    Raises:
-        UsageError: for the same reasons as in `compile_step`.
+    divide `n_devices`, and config.model.vocab_size must be set. Raises the same errors as
+    `compile_step`.
     """
     estimator = Estimator(config, device, devices_per_host)
     found = []
@@ -80,6 +79,7 @@ class Estimator:
 
     Raises `UsageError` if the attention kernel or the optimizer is unknown, or if the device does
     not support the kernel. The methods raise `UsageError` under the same conditions as `weights`.
+    The mesh must fit the configuration; see `mesh_shape`.
     """
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):
@@ -89,9 +89,10 @@ class Estimator:
         self.n_moments = n_moments(config.optimizer)
 
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan with the least remat that fits, or with full remat if nothing fits.
+        """Return the plan with the least remat that fits.
 
-        `config.parallel.remat` is ignored.
+        If full remat does not fit, this returns the plan with full remat. `config.parallel.remat`
+        is ignored.
         """
         smallest = self.plan(mesh, config.replace(parallel__remat=REMATS[-1]))
         if not smallest.fits:
@@ -234,7 +235,11 @@ def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def train_options(plan: Plan, given: Config) -> str:
-    """Return the command-line options that turn the settings `given` into this layout."""
+    """Return the command-line options that turn the settings `given` into this layout.
+
+    They are --mesh and the settings in `CHOSEN` that differ from `given`. The other settings of
+    `plan.config` must be those of `given`.
+    """
     words = [f"--mesh {plan.mesh}"]
     for key in CHOSEN:
         section, _, name = key.partition(".")
@@ -245,7 +250,10 @@ def train_options(plan: Plan, given: Config) -> str:
 
 
 def reason(plan: Plan) -> str:
-    """Return a one-line explanation of a layout: what it splits, or why it does not fit."""
+    """Return a one-line explanation of a layout: what it splits, or why it does not fit.
+
+    `plan` is from `search_layouts`.
+    """
     mesh, parallel = plan.mesh, plan.config.parallel
     stage, context, tensor = (mesh[axis] for axis in ("stage", "context", "tensor"))
     data, fsdp = mesh["data"], mesh["fsdp"]

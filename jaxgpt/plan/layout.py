@@ -51,13 +51,16 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated times of one step in seconds, and the resulting rates. `mfu` is a fraction."""
+    """Estimated times of one step in seconds, and the resulting rates. `mfu` is a fraction.
+
+    For `cpu`, `compute` is the whole step.
+    """
 
     step: float
     compute: float
     bubble: float  # idle time of a pipeline stage before its first and after its last microbatch
     update: float
-    exposed_communication: float  # computation waits for it; see `Plan.is_exposed`
+    exposed_communication: float  # computation waits for it; hidden ring transfers are left out
     overlapped_communication: float
     tokens_per_sec: float
     tokens_per_sec_per_device: float
@@ -168,7 +171,8 @@ class Plan:
 
         In a pipeline, computation waits for all collectives, because weights are gathered before
         the loop and gradients are reduced after it. Without a pipeline, computation does not wait
-        for collectives over `data` or `fsdp`.
+        for collectives over `data` or `fsdp`. The transfers of a ring count as exposed, although
+        they overlap with attention.
         """
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 
@@ -219,7 +223,11 @@ class Plan:
 
     @functools.cached_property
     def estimate(self) -> Estimate | None:
-        """Estimated times; None if the device's speed or the memory for activations is unknown."""
+        """Estimated times; None if the memory for activations or the device's peak is unknown.
+
+        The peak is the FLOP/s for train.dtype. If it is known and the device is not `cpu`, the
+        device's bandwidths must also be known.
+        """
         device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
         peak = device.peak_flops.get(self.config.train.dtype)
         if peak is None or not self.is_complete:

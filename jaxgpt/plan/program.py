@@ -31,7 +31,11 @@ COMPILE_ONLY = {"xla_backend_optimization_level": 0}
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one device and its share of host memory, in bytes."""
+    """Memory of one device and its share of host memory, in bytes.
+
+    `activations_and_temporaries` is 0 if it is unknown. The parameters, gradients and moments
+    include the part in host memory.
+    """
 
     parameters: int
     gradients: int
@@ -42,14 +46,20 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Peak bytes on the device. Host arrays are copied into memory that held activations."""
+        """Peak bytes on the device. Host arrays are copied into memory that held activations.
+
+        Unknown activations count as 0.
+        """
         at_rest = self.parameters + self.gradients + self.moments - self.in_host
         return at_rest + max(self.activations_and_temporaries, self.host_at_once)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A train step, compiled or estimated from formulas."""
+    """A train step, compiled or estimated from formulas.
+
+    An estimated program has no `attention` and no `warnings`.
+    """
 
     memory: Memory
     collectives: tuple[Collective, ...] = ()
@@ -75,6 +85,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         UsageError: if the device does not support the attention kernel or train.matmul_dtype, if
             the mesh does not fit the model, or if an option names an unknown kernel, layer or
             optimizer.
+        ValueError: if a loop with collectives has an unknown number of iterations.
+        RuntimeError: if XLA cannot compile the step.
     """
     kernel, reason = attention_kernel(config, device)
     stand_in, warnings = config, []
@@ -161,9 +173,9 @@ def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshS
     """Return an equivalent layout with at most `MAX_CPU_DEVICES` devices, if possible.
 
     Only the number of replicas and the batch size change, so the size of the state on each device
-    stays the same. If the layout has two or more replicas, at least two remain. If the replicas
-    divide the batch evenly, each replica processes the same number of rows as before. A size of -1
-    for the replica axis counts as 1.
+    stays the same. The config's parallel.mesh is set to the returned shape. If the layout has two
+    or more replicas, at least two remain. If the replicas divide the batch evenly, each replica
+    processes the same number of rows as before. A size of -1 for the replica axis counts as 1.
     """
     axis = replica_axis()
     n = max(1, shape[axis])
@@ -187,9 +199,9 @@ def _simulated_mesh(shape: MeshShape) -> Mesh:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the bytes of parameters, gradients and moments per device, without compiling.
 
-    Activations are not included. The requirements and errors are the same as for `compile_step`,
-    except that model.attention and train.matmul_dtype are not checked. `in_host` and `host_at_once`
-    are 0 for `cpu`, which has no separate memory.
+    Activations are not included. The requirements are the same as for `compile_step`. Raises
+    `UsageError` as `compile_step` does, except that model.attention and train.matmul_dtype are not
+    checked. `in_host` and `host_at_once` are 0 for `cpu`, which has no separate memory.
     """
     mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
@@ -221,9 +233,9 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 
 
 def bytes_on_a_device(shapes: Any) -> int:
-    """Return the bytes that a tree of arrays or `jax.ShapeDtypeStruct`s occupies on one device.
+    """Return the bytes of one device's shards of a tree of arrays or `jax.ShapeDtypeStruct`s.
 
-    All leaves must have a sharding.
+    Shards in host memory also count. All leaves must have a sharding that divides their shape.
     """
     return sum(
         math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize

@@ -22,7 +22,8 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def plan_report(plan: Plan, best: Plan | None = None) -> str:
     """Return a plan as text: a summary, then memory, communication and time.
 
-    If `plan` does not fit, `best` is the best known layout for the same devices, or None.
+    If `plan` does not fit, `best` is the best known layout for the same devices, or None. If `plan`
+    fits, `best` must be None.
     """
     config = plan.config
     lines = [

@@ -83,7 +83,7 @@ class Work:
 
 
 def step_work(config: Config, mesh: MeshShape) -> Work:
-    """Return the work of each device in a step."""
+    """Return the work of each device in a step. `mesh` must fit `config`; see `mesh_shape`."""
     n, stages = config.train.gradient_accumulation_steps, mesh.split_of("splits_layers")
     rows = config.microbatch_size // mesh.split_of("splits_batch")
     tokens = rows * config.model.block_size // mesh.split_of("splits_sequence")
@@ -112,8 +112,10 @@ def expected_traffic(
 ) -> tuple[Traffic, ...]:
     """Return the communication of one step, with bytes per device as in `Collective`.
 
-    See `choose_implementation` for `devices_per_host`. Raises `UsageError` under the same
-    conditions as `weights`.
+    The formulas leave out some small arrays, such as positions, and the communication within the
+    updates of Muon and Adafactor. `mesh` must fit `config`; see `mesh_shape`. See
+    `choose_implementation` for `devices_per_host`. Raises `UsageError` under the same conditions as
+    `weights`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)
