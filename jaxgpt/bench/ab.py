@@ -43,11 +43,11 @@ def run(
     `rounds` rounds, every variant runs `steps` steps. By default, `steps_per_round` chooses the
     number of steps. All variants use random tokens as data.
 
-    Raises `UsageError` if the job has several processes, if a setting or an option is invalid, or
-    if changed settings have no effect on the step. Also raises `UsageError` if a change affects the
-    mesh, the data (except data.document_mask), the vocabulary, or the shapes or shardings of the
-    state or the batch. Raises `RuntimeError` if JAX fails. Also raises whatever `open_job`,
-    `Job.start_jax` and `Rounds` raise.
+    Raises `UsageError` if the job has several processes, if a setting is invalid, if JAX or XLA
+    rejects an option, or if changed settings have no effect on the step. Also raises `UsageError`
+    if a change affects the mesh, the data (except data.document_mask), the vocabulary, or the
+    shapes or shardings of the state or the batch. Raises `RuntimeError` if JAX fails. Also raises
+    whatever `open_job`, `Job.start_jax` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -99,9 +99,9 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
 
     Words that begin with xla_ or jax_ (with or without --) are XLA or JAX options. All other words
     are settings. Values of JAX options are parsed as YAML. Values of XLA options are strings,
-    except true and false, which are parsed as booleans. Raises `UsageError` if a setting is
-    invalid, if an option is not followed by `=`, or if the value of a JAX option is malformed. Does
-    not check whether an option exists.
+    except true and false, which are parsed as booleans. Raises `UsageError` as `parse_args` does,
+    if an option is not followed by `=`, or if the value of a JAX option is malformed. Does not
+    check whether an option, or a name such as the optimizer's, exists.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []
@@ -117,7 +117,7 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
         else:
             try:
                 options["jax_"][name] = yaml.safe_load(value)
-            except (ValueError, yaml.YAMLError):
+            except Exception:  # PyYAML raises various types, such as IndexError for `!!int`
                 raise UsageError(f"--change={text}: {name} has a malformed value") from None
     config = parse_args([*settings, *words], PROG, initial_model)
     return Change(config, options["xla_"], options["jax_"])
@@ -179,7 +179,7 @@ def _check_options(text: str, change: Change) -> None:
     try:
         with _jax_options(change.jax_options):
             jax.jit(lambda x: x + 1).lower(0).compile(change.xla_options)
-    except (AttributeError, ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         first = str(error).partition("\n")[0]
         raise UsageError(f"--change={text}: {first}; correct or remove this option") from None
 

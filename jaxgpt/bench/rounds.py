@@ -43,7 +43,7 @@ class Rounds:
         Random tokens replace the data if `synthetic` is set or if data.dataset is missing. The
         compile cache is empty unless `compile_cache` is set. Raises `OSError` if the random tokens
         cannot be written. Also raises whatever `vocabulary_size`, `with_vocabulary`, `prepare_run`,
-        `initialize_jax` and `set_up` raise.
+        `initialize_jax`, `set_up`, `Reporter.start` and `Loader.batch` raise.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -104,7 +104,7 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` >= 1 runs of the compiled step into `directory`.
+        """Trace `n_steps` >= 1 runs of the compiled step. Process 0 keeps its trace in `directory`.
 
         Returns the result of `Tracing.stop`. Raises `OSError` if a process other than 0 cannot
         create a temporary folder. Also raises whatever `Tracing.stop` and `run_compiled_step`

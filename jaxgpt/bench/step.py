@@ -58,9 +58,9 @@ def run(
 def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dict[str, Any]:
     """Return times, rates and memory by name, as `Value`s or plain values.
 
-    `n_steps` is the number of steps per round. If it is None, `steps_per_round` chooses it. All
-    processes call this together. Raises whatever `Rounds.train` raises, and `RuntimeError` if JAX
-    fails.
+    `n_rounds` must be at least 1. `n_steps` is the number of steps per round. If it is None,
+    `steps_per_round` chooses it. All processes call this together. Raises whatever `Rounds.train`
+    raises, and `RuntimeError` if JAX fails.
     """
     rounds.train(n_steps or WARM_UP)
     n_steps = n_steps or steps_per_round(rounds)

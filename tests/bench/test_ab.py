@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from jaxgpt.bench.ab import parse_change
+from jaxgpt.config import UsageError
 from jobs import run
 
 TINY = (
@@ -36,6 +38,10 @@ def test_steps_take_turns_with_and_without_each_change(tmp_path):
     [
         ("xla_gpu_autotune_level", "xla_gpu_autotune_level has no value"),
         ("xla_nope=1", "--change=xla_nope=1: INVALID_ARGUMENT: No such compile option"),
+        (
+            "jax_num_cpu_devices=3",
+            "jax_num_cpu_devices=3: jax_num_cpu_devices config should be updated",
+        ),
         ("model.n_head=3", "model.n_embd=32: must be a multiple of model.n_head=3"),
         ("parallel.mesh=2,1,1 parallel.remat=full", "changes the mesh, the data or the vocabulary"),
         (
@@ -44,7 +50,6 @@ def test_steps_take_turns_with_and_without_each_change(tmp_path):
         ),
         ("model.vocab_size=300", "changes the mesh, the data or the vocabulary"),
         ("optimizer.learning_rate=1e-4", "does not change the compiled step"),
-        ("jax_optimization_level=[", "jax_optimization_level has a malformed value"),
         ("train.batch_size=8", "changes the shapes or shardings of the state or the batch"),
     ],
 )
@@ -52,3 +57,9 @@ def test_a_change_that_cannot_be_compared_is_explained(change, words):
     job = run("bench", "ab", *TINY, "--change", change)
     assert job.returncode == 2
     assert words in job.stdout and "Traceback" not in job.stdout
+
+
+@pytest.mark.parametrize("value", ["[", "!!int", "!!bool", "!!timestamp", "[" * 3000])
+def test_a_malformed_value_of_a_jax_option_is_refused(value):
+    with pytest.raises(UsageError, match="jax_optimization_level has a malformed value"):
+        parse_change(f"jax_optimization_level={value}", ["--config", "tiny"])
