@@ -159,8 +159,8 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
     `sequence` is the index of the row among all rows of the run, from 0. `corpus` is a name, and
     `file` is a path. `offset` is the number of tokens in the file before the row. `document` is the
-    number of the row's first document, from 0, and `document_start` is the number of tokens in the
-    file before that document. Both are None if the data has no document index.
+    zero-based index of the row's first document, and `document_start` is the number of tokens in
+    the file before that document. Both are None if the data has no document index.
     """
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]

@@ -95,10 +95,10 @@ def prepare(
 ) -> list[str]:
     """Write the dataset and return the lines of a summary.
 
-    `arguments` come from `parser()`, and `directory` is an absolute path. A built-in dataset
-    without --out replaces the data in `directory`. The arguments of the command `text` must have
-    passed `check_options`. The processes of `pool` tokenize its files; by default, this process
-    tokenizes them.
+    `arguments` come from `parser()`, and `directory` is an absolute path. Without --out, a built-in
+    dataset overwrites the data in `directory`. The arguments of the command `text` must have passed
+    `check_options`. For `text`, the processes of `pool` help to tokenize the files; by default,
+    this process tokenizes them alone.
 
     Raises:
         UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,

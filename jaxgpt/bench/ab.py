@@ -99,9 +99,10 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
 
     Words that begin with xla_ or jax_ (with or without --) are XLA or JAX options. All other words
     are settings. Values of JAX options are parsed as YAML. Values of XLA options are strings,
-    except true and false, which are parsed as booleans. Raises `UsageError` as `parse_args` does,
-    if an option is not followed by `=`, or if the value of a JAX option is malformed. Does not
-    check whether an option, or a name such as the optimizer's, exists.
+    except true and false, which are parsed as booleans. Raises `UsageError` if an option is not
+    followed by `=`, or if the value of a JAX option is malformed. Also raises whatever `parse_args`
+    raises. Does not check whether options exist, or whether values such as the optimizer's name are
+    known.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []
@@ -117,7 +118,7 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
         else:
             try:
                 options["jax_"][name] = yaml.safe_load(value)
-            except Exception:  # PyYAML raises various types, such as IndexError for `!!int`
+            except Exception:  # PyYAML raises various errors, such as IndexError for `!!int`
                 raise UsageError(f"--change={text}: {name} has a malformed value") from None
     config = parse_args([*settings, *words], PROG, initial_model)
     return Change(config, options["xla_"], options["jax_"])

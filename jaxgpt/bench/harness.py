@@ -73,10 +73,10 @@ def as_table(result: Result) -> str:
 def format_value(value: Any, unit: str = "") -> str:
     """Format a number, or every number in a dict or list, with an SI prefix and a unit (`74.3 ms`).
 
-    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers with
-    the unit x or without a unit get no prefix. Text and booleans get no unit. None is shown as `not
-    known`. Integers without a unit or with the unit x are exact, and get no unit. All other numbers
-    are rounded. Numbers must have the type int or float.
+    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers
+    without a unit, or with the unit x, get no prefix. Integers among them are shown exactly and
+    without the x. All other numbers are rounded. Text and booleans get no unit. None is shown as
+    `not known`. Numbers must be of type int or float.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -164,10 +164,10 @@ def open_job(
 
     The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
     removed when the block ends, but may remain if a job with several processes fails. `out` is
-    created if necessary, and stays. SIGTERM and Ctrl-C also remove the folder. They then terminate
-    the process with status 128 plus the signal's number, even after the block has ended. Under MPI,
-    they terminate the whole job. The environment variables for the compile cache and the job's
-    start time are deleted.
+    created if it does not exist, and is not removed. SIGTERM and Ctrl-C also remove the temporary
+    folder. Even after the block has ended, they terminate the process with status 128 plus the
+    signal's number. Under MPI, they terminate the whole job. The environment variables for the
+    compile cache and the job's start time are deleted.
 
     Every process must call this, in its main thread. Raises `UsageError` if `out` is not writable,
     or if `single_process` is set and the job has several processes. Raises `OSError` if the folder

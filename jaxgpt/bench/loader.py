@@ -28,8 +28,8 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
     """Time five rounds of loading `batches` global batches, after a warm-up.
 
     Each round also times direct reads of about as many rows from a memory map. `settings` are
-    command-line settings. Raises `UsageError` as `parse_args` does, and if the data cannot be
-    read. Also raises whatever `open_job` and `Job.start_jax` raise.
+    command-line settings. Raises `UsageError` if the data cannot be read. Also raises whatever
+    `parse_args`, `open_job` and `Job.start_jax` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:

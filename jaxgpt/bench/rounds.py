@@ -104,11 +104,11 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` >= 1 runs of the compiled step. Process 0 keeps its trace in `directory`.
+        """Trace `n_steps` runs of the compiled step (at least one).
 
-        Returns the result of `Tracing.stop`. Raises `OSError` if a process other than 0 cannot
-        create a temporary folder. Also raises whatever `Tracing.stop` and `run_compiled_step`
-        raise.
+        Process 0 writes its trace to `directory`. Returns the result of `Tracing.stop`. Raises
+        `OSError` if a process other than 0 cannot create a temporary folder. Also raises whatever
+        `Tracing.stop` and `run_compiled_step` raise.
         """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         self.run_compiled_step(n_steps)

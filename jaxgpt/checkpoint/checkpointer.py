@@ -65,8 +65,8 @@ class Checkpoints:
     """Saves and restores the state of one run, in `directory`/checkpoints.
 
     Orbax writes in a background thread of each process, with barriers between the processes. If one
-    process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. In the next
-    `save`, `restore` or `close`, all processes agree on whether Orbax has succeeded. If
+    process fails, the others wait at a barrier for at most checkpoint.timeout_minutes. During the
+    next `save`, `restore` or `close`, the processes agree on whether Orbax succeeded. If
     checkpoint.local is set, Orbax writes to that folder, and process 0 then copies the checkpoint.
 
     The caller may set `log`. It is called with a record of each save that completes, or fails
@@ -434,8 +434,8 @@ def restore_params(
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
             shardings.
-        run_on_all: `ProcessGroup.run_on_all`, to raise each error on every process. With None, a
-            process may raise only the errors that it finds itself.
+        run_on_all: `ProcessGroup.run_on_all`, to raise each error on every process. If None, a
+            process may miss errors that only other processes find.
 
     Raises:
         DamagedCheckpoint: if any process finds damaged or missing files, or arrays that do not

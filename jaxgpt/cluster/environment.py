@@ -55,8 +55,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
     The order is: jaxgpt's variables, torchrun, srun with a PMI version that MPICH cannot use, MPI
     launchers (including MPI under srun), plain srun, and torch's RANK and WORLD_SIZE. If none is
-    found, the job has a single process. Raises `UsageError` if the variables are malformed or,
-    without MPI, incomplete or inconsistent.
+    found, the job has a single process. Raises `UsageError` if the variables are malformed, or if
+    they are incomplete or inconsistent in a job without MPI.
     """
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))

@@ -24,7 +24,7 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 def find_mpiexec() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
-    Returns None if /proc is missing or shows no ancestor with a name in `MPIEXEC`.
+    Returns None if /proc is missing or shows no ancestor process with a name in `MPIEXEC`.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited

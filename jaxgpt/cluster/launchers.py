@@ -69,9 +69,9 @@ def place_processes(
         n: total number of processes. If None, each host runs `per_host` processes.
         per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
             None, the default is SLURM_NTASKS_PER_NODE, one process per device (unless
-            JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, or one, in this order. Slots in a host file
-            limit this number. They also replace the default of one, unless a variable such as
-            JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
+            JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, or one, in this order. The number of slots in
+            a host file is an upper limit. It also replaces the default of one, unless a variable
+            such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
         spare: number of hosts to keep free, at the end of the list.
@@ -143,7 +143,7 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
 
     The devices are taken from the environment, the known machine or this host. All hosts are
     assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. The line says `on
-    CPUs` if a host has fewer devices than processes, or with JAX_PLATFORMS=cpu.
+    CPUs` if a host has fewer devices than processes, or if JAX_PLATFORMS=cpu is set.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)

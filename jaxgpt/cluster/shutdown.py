@@ -99,8 +99,8 @@ def job_exit_handler() -> Iterator[None]:
       MPI, it terminates the whole job.
     - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
       Under MPI, both terminate the whole job.
-    - Other exceptions, except SystemExit, print a traceback and exit with 1. In a job with several
-      processes, they terminate this process at once and, under MPI, the whole job.
+    - Other exceptions, except SystemExit, print a traceback and exit with status 1. In a job with
+      several processes, they terminate this process at once and, under MPI, the whole job.
     - If the reader of stdout has exited, as with `| head`, a single-process job exits with 141, as
       if killed by SIGPIPE.
 

@@ -63,8 +63,8 @@ class Supervisor:
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
         two exceptions after a signal to the supervisor. If an attempt has reported a checkpoint,
-        the status is 75, unless it is 0, 130 or, after `| head`, 141. If no attempt is running and
-        none has reported a checkpoint, the status is 128 plus the signal's number.
+        every status except 0, 130 and 141 (after `| head`) is replaced with 75. If no attempt is
+        running and none has reported a checkpoint, the status is 128 plus the signal's number.
 
         Call this in the main thread. On any of `SIGNALS`, it sends SIGUSR1 to the launcher, or
         SIGTERM if Ctrl-C follows another signal. Raises `OSError` if the launcher cannot be

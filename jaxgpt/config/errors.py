@@ -40,7 +40,7 @@ def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None
 
 
 def expand_user(path: str, key: str = "") -> str:
-    """Expand ~ or ~USER at the start of a path. Shells do not expand it in `key=~/...`.
+    """Expand ~ or ~USER at the start of a path. Shells do not expand `key=~/...`.
 
     Raises `UsageError` if the home directory is unknown, or if the path or a name in it is too long
     (see `MAX_PATH` and `MAX_NAME`) or contains a null character. The message begins with `key`.

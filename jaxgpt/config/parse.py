@@ -320,14 +320,14 @@ def train_command(
 ) -> tuple[str, list[str], list[str]]:
     """Translate another program's arguments.
 
-    Returns the jaxgpt.train command, remarks, and the arguments and invalid values that it could
-    not translate. `config` is the preset to use if the arguments neither select a preset nor
-    identify the other program. None means no preset. `quote` quotes an argument for the shell.
-    `n_devices` is the number of devices, or None if it is unknown.
-    A value with a shell variable, such as $SIZE, is copied unchecked unless it needs conversion.
-    Choices that higher layers define, such as `optimizer.name`, are not checked. Invalid values
-    with a known fix are corrected. The remarks explain each correction and omission. If `argv`
-    refers to a DeepSpeed configuration, that file is read.
+    Returns the jaxgpt.train command, a list of remarks, and a list of the arguments and invalid
+    values that are left out of the command. `config` is the preset to use if the arguments neither
+    select a preset nor identify the other program. None means no preset. `quote` quotes an argument
+    for the shell. `n_devices` is the number of devices, or None if it is unknown. A value with a
+    shell variable, such as $SIZE, is copied unchecked unless it needs conversion. Choices that
+    higher layers define, such as `optimizer.name`, are not checked. Invalid values with a known fix
+    are corrected. The remarks explain each correction and omission. If `argv` refers to a DeepSpeed
+    configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}

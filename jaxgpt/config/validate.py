@@ -16,8 +16,8 @@ MAX_ELEMENTS = 10**15  # in the weight matrices of a model
 def validate(config: Config) -> None:
     """Raise `UsageError` if settings contradict each other.
 
-    Also raises it if a value has the right type but is invalid, such as a malformed mesh, an empty
-    `out`, or a size that is too large. train.batch_size_per_device is ignored (see
+    Also raises `UsageError` if a value has the right type but is invalid, such as a malformed mesh,
+    an empty `out`, or a size that is too large. train.batch_size_per_device is ignored (see
     `with_batch_size`). Types, bounds, choices (see `check_choices`), and rules that depend on the
     data or the devices are checked elsewhere.
     """

@@ -32,7 +32,7 @@ def strings_of(name: str, kind: Any, value: Any) -> list[str]:
 def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
     """Return the value of the setting `name`, parsed from `words`.
 
-    Expands ~ in paths, and accepts other programs' values, such as bf16 for bfloat16. Raises
+    Expands ~ in paths, and accepts aliases from other programs, such as bf16 for bfloat16. Raises
     `UsageError` if the setting does not allow the value.
     """
     if name in _PATHS:

@@ -72,9 +72,9 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
     """Return the object in a torch.save file. Its tensors stay in the mapped file.
 
     Args:
-        is_harmless: takes the full name of a class or function. It is not called for containers
-            and tensors. True means that objects of the class are replaced with `Inert`, and False
-            means that the file is rejected.
+        is_harmless: predicate that receives the full name of a class or function. It is not called
+            for containers and tensors. True means that objects of the class are replaced with
+            `Inert`, and False means that the file is rejected.
 
     Raises `UsageError` if the file is missing, damaged or not in torch's zip format, if
     `is_harmless` rejects a name, or if torch is missing or too old.

@@ -17,7 +17,7 @@ class BatchSizes:
     def __init__(self, changes: Iterable[Sequence[int]]):
         """Initialize from pairs of a first step and a batch size, sorted by step.
 
-        Without pairs, call only `change_after`.
+        If there are no pairs, only `change_after` may be called.
         """
         self.changes = tuple((first, size) for first, size in changes)
 

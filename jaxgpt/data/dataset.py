@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """A source with the splits that `open_dataset` keeps."""
+    """A source of an open dataset. It has only the splits that `open_dataset` keeps."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -173,7 +173,7 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     None, the vocabulary size comes from `vocabulary_size`, and the token defaults to 0.
 
     Raises:
-        UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set, but
+        UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set and
             the end-of-text token is unknown or outside the vocabulary. Without `dataset`, also
             raises whatever `vocabulary_size` raises.
     """

@@ -111,7 +111,7 @@ class Loader:
     def row_location(self, step: int, row: int) -> RowLocation:
         """Return the location of a row of a step's batch.
 
-        faults.random_tokens does not change the location.
+        faults.random_tokens does not affect the result.
         """
         return self._locate(self.sequence(step, row))
 
@@ -122,7 +122,7 @@ class Loader:
     def corpora(self, step: int) -> np.ndarray:
         """Return the corpus of each row in a step's batch, as an index into `names`: int64 (B,).
 
-        faults.random_tokens does not change the corpus.
+        faults.random_tokens does not affect the result.
         """
         first, end = self.batch_sizes.consumed(step - 1), self.batch_sizes.consumed(step)
         return np.array([self._locate(sequence).corpus for sequence in range(first, end)])

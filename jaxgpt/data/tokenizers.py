@@ -69,7 +69,7 @@ class Tokenizer(abc.ABC):
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
-        The end-of-text token becomes its name or is dropped. Invalid UTF-8 becomes U+FFFD. IDs
+        The end-of-text token is decoded to its name or dropped. Invalid UTF-8 becomes U+FFFD. IDs
         beyond the vocabulary become U+FFFD or are dropped. The IDs must not be negative.
         """
 
@@ -469,9 +469,9 @@ def _parse(content: bytes):
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarray:
     """Return the token IDs of a prompt, shape (tokens,).
 
-    A prompt without tokens (empty, or the tokenizer drops all of its characters) becomes the
-    end-of-text token, or token 0 if the tokenizer has no such token. Raises `UsageError` if the
-    tokenizer cannot encode the prompt.
+    A prompt that is empty or encodes to no tokens is replaced with the end-of-text token, or with
+    token 0 if the tokenizer has no end-of-text token. Raises `UsageError` if the tokenizer cannot
+    encode the prompt.
     """
     tokens = tokenizer.encode(prompt) if prompt else ()
     return tokens if len(tokens) else [tokenizer.end_of_text or 0]

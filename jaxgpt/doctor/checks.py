@@ -79,7 +79,8 @@ def check_versions(job: Job) -> Check:
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
     """Check that MPI works if it is needed, and that no host of the job is left unused.
 
-    Only the number of hosts is compared. The result is also WARN if this number is unknown.
+    Only the numbers of hosts are compared. If the number of allocated hosts is unknown, the result
+    is WARN.
     """
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
@@ -144,9 +145,9 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses every accelerator of every host, each in exactly one process.
 
-    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, JAX may also
-    leave accelerators unused if a variable such as CUDA_VISIBLE_DEVICES is set. On an unknown
-    machine, the number of accelerators comes from `count_accelerators`.
+    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, they are also
+    accepted if a variable such as CUDA_VISIBLE_DEVICES is set. On an unknown machine, the number of
+    accelerators comes from `count_accelerators`.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):

@@ -129,10 +129,9 @@ def measure_axis(
     """Check and time all collectives over one axis, with several array sizes.
 
     Returns the measurements, ordered by size and then by collective. Every collective runs with the
-    smallest array. After `allowed` seconds, no other measurement begins. A collective that failed,
-    or took more than `MAX_SECONDS` per call, is not run with larger arrays. `set_activity` is
-    called with a description of each measurement before it begins. Every process must call this
-    function.
+    smallest array. No measurement starts after `allowed` seconds. A collective that failed, or took
+    more than `MAX_SECONDS` per call, is not run with larger arrays. `set_activity` is called with a
+    description of each measurement before it begins. Every process must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
@@ -249,8 +248,8 @@ def collective_checks(measurements: Sequence[Measurement], peak: float | None) -
     """Return one check for each collective over an axis, given the result of `measure_axis`.
 
     `peak` is the bandwidth of a device along the axis in bytes/s, or None if it is unknown. A check
-    is FAIL if the collective failed. It is WARN if the last all-reduce, of at least `LARGE` bytes,
-    reaches less than a tenth of `peak`.
+    is FAIL if the collective failed. It is WARN if the last all-reduce has at least `LARGE` bytes
+    but reaches less than a tenth of `peak`.
     """
     out = []
     for collective in COLLECTIVE_TESTS:

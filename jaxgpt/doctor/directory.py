@@ -106,10 +106,10 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
 
 
 def check_file_system(directory: Path) -> Check:
-    """Check that the file system is not held in memory, and has `MIN_FREE_BYTES` bytes free.
+    """Check that the file system is not in memory, and that `MIN_FREE_BYTES` bytes are free.
 
-    Only the types in `IN_MEMORY` count as held in memory. Raises `OSError` if the mounts or the
-    free space cannot be read.
+    Only the types in `IN_MEMORY` count as in-memory file systems. Raises `OSError` if the mounts or
+    the free space cannot be read.
     """
     kind, free = file_system_of(directory), shutil.disk_usage(directory).free
     finding = f"{kind}, {format_bytes(free)} free"

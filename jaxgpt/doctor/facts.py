@@ -36,10 +36,11 @@ def _package_versions() -> dict[str, str | None]:
 def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, Any]:
     """Return JSON-serialisable facts about this process.
 
-    Every process must call this, after JAX has started. `coordinator` is from the result of
-    `initialize_jax`. Comments below explain the keys. Raises `OSError` if the coordinator's name
-    does not resolve, if there is no route to it, or if the memory, its limit or the shared memory
-    cannot be determined. Also raises whatever `local_device_ids` raises.
+    Every process must call this, after JAX has started. `coordinator` is the entry of that name in
+    the result of `initialize_jax`. Comments below explain the keys. Raises `OSError` if the
+    coordinator's name does not resolve, if there is no route to it, or if the available memory, the
+    memory limits or the shared memory cannot be determined. Also raises whatever `local_device_ids`
+    raises.
     """
     import jax
 
@@ -67,7 +68,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "accelerators": count_accelerators(),  # number on the host.
         # Bytes that JAX may use on one device; None if the device does not report it.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
-        # Bytes available on the host (on macOS, all bytes), or the job's limit if that is less.
+        # Bytes of available host memory (on macOS, of all memory), or the job's limit if lower.
         "memory": min([_available_memory(), *_memory_limits()]),
         "shared_memory": shutil.disk_usage(SHARED_MEMORY).free,
         "cores": list(own_cpus()),  # CPUs that this process may run on

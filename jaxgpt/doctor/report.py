@@ -90,8 +90,8 @@ class Report:
     """The results of all checks so far. Process 0 prints the results.
 
     If the monitor detects a hang, for example because a process is stuck in a collective, process 0
-    ends the report with its current activity, unless it has been stopped. The monitor then
-    terminates the job.
+    adds its current activity to the end of the report. This does not happen if process 0 itself has
+    been stopped. The monitor then terminates the job.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):

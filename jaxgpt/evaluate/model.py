@@ -177,9 +177,9 @@ class Rows(NamedTuple):
 class Model:
     """A model on a mesh.
 
-    All processes must call its methods with the same arguments, and must advance its iterators
-    equally far. Methods that use the parameters raise `UsageError` as `params` does, and
-    `RuntimeError` if JAX fails.
+    All processes must call its methods with the same arguments, and must take the same number of
+    items from its iterators. Methods that use the parameters raise `UsageError` as `params` does,
+    and `RuntimeError` if JAX fails.
     """
 
     def __init__(
@@ -444,8 +444,8 @@ class Model:
     ) -> str:
         """Return a prompt followed by generated text. See `generate_tokens` for the arguments.
 
-        The generated text ends before the `stop` string that is completed first. An empty prompt
-        becomes the end-of-text token, or token 0 if the tokenizer has no such token. Raises
+        The generated text is cut off before the `stop` string that is completed first. An empty
+        prompt becomes the end-of-text token, or token 0 if the tokenizer has no such token. Raises
         `UsageError` if an argument is invalid, if the model has no tokenizer, or if the tokenizer
         cannot encode the prompt.
         """

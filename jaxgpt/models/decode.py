@@ -19,10 +19,10 @@ PREFILL_CHUNK = 128  # number of prompt tokens to process at a time
 class LayerCache(NamedTuple):
     """Keys and values of the last S positions, for the layers of one entry in `layer_pattern`.
 
-    S is block_size or, if it is smaller, the window plus `PREFILL_CHUNK`. Position n is stored in
-    slot n mod S, so a sequence may be longer than S. Attention's matmuls need this order of dims.
-    Any other order would require a copy for every token. If the layers are not scanned, the cache
-    consists of tuples of arrays (G, K, S), because XLA would copy each layer out of a stacked
+    S is block_size or the window plus `PREFILL_CHUNK`, whichever is smaller. Position n is stored
+    in slot n mod S, so a sequence may be longer than S. Attention's matmuls need this order of
+    dims. Any other order would require a copy for every token. If the layers are not scanned, the
+    cache consists of tuples of arrays (G, K, S), because XLA would copy each layer out of a stacked
     array.
     """
 

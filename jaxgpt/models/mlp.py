@@ -54,9 +54,9 @@ class GatedMLP(nnx.Module):
 def gated(activation: Callable[[jax.Array], jax.Array], both_BT2F: jax.Array) -> jax.Array:
     """Return activation(gate) * up with shape (B, T, F), computed in float32 and rounded once.
 
-    `both_BT2F` (B, T, 2, F) contains gate and up. The result has the same dtype. Only `both_BT2F`
-    is kept for the backward pass. JAX's own gradient would also keep float32 arrays, so a step of
-    `llama3.2-1b` on an H100 would move 8% more bytes.
+    `both_BT2F` (B, T, 2, F) contains the gate and up projections. The result has the same dtype.
+    Only `both_BT2F` is kept for the backward pass. JAX's own gradient would also keep float32
+    arrays, so a step of `llama3.2-1b` on an H100 would move 8% more bytes.
     """
     return _gated_forward(activation, both_BT2F)[0]
 

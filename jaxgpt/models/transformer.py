@@ -158,8 +158,8 @@ class GPT(nnx.Module):
 
         It is the sum of token embeddings and (if model.position=learned) position embeddings, with
         dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D), rounded to
-        the compute dtype. Learned positions must be below block_size. Without a document mask, they
-        must also be consecutive and equal in all rows.
+        the compute dtype. With model.position=learned, positions must be below block_size. Without
+        a document mask, such positions must also be consecutive and the same in all rows.
 
         Args:
             key: dropout key; None disables dropout.

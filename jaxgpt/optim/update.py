@@ -195,8 +195,8 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, the
-    result agrees with optax.clip_by_global_norm up to rounding. That function would compute the
+    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. With any other
+    limit, the result agrees with optax.clip_by_global_norm up to rounding. optax would compute the
     norm over all devices a second time. With clipping, a NaN norm makes all results NaN, and an
     infinite norm makes finite gradients 0.
     """

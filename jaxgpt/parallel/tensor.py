@@ -82,8 +82,8 @@ class ParallelContext:
     def copy_to_tensor_region(self, x_BTD: jax.Array) -> jax.Array:
         """Enter a tensor-parallel region before a column-parallel weight (Megatron-LM's `f`).
 
-        With sequence parallelism, x is all-gathered over T. Otherwise, x is returned unchanged, and
-        the backward pass sums its gradient over `tensor`.
+        With sequence parallelism, x is all-gathered over T. Without it, x is returned unchanged,
+        and the backward pass sums its gradient over `tensor`.
         """
         if self.tensor == 1:
             return x_BTD

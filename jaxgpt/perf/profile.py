@@ -87,8 +87,8 @@ class StepProfile:
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
     step. All processes call every method. The constructor raises `UsageError` if `profile_steps` is
-    invalid. `before` raises the errors of the constructor of `Tracing`. `after` and `close` raise
-    the errors of `Tracing.stop` and, on process 0, `BrokenPipeError` if the output pipe is closed.
+    invalid. `before` raises whatever `Tracing()` raises. `after` and `close` raise whatever
+    `Tracing.stop` raises and, on process 0, `BrokenPipeError` if the output pipe is closed.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):

@@ -36,9 +36,9 @@ class Work(NamedTuple):
 def read_work(program: HloProgram) -> dict[str, Work]:
     """Return the work of each operation in a step, by name.
 
-    Opcodes in `FREE` and the conditions of loops are left out. Each operation is assumed to read
-    its operands once and to write its result once. If an operation uses only a slice of an array,
-    only the slice counts. Caches are ignored. All branches of a conditional count. If the number of
+    Opcodes in `FREE` and loop conditions are left out. Each operation is assumed to read its
+    operands once and to write its result once. If an operation uses only a slice of an array, only
+    the slice counts. Caches are ignored. All branches of a conditional count. If the number of
     iterations of a loop is unknown, one iteration counts.
     """
     out: dict[str, Work] = {}

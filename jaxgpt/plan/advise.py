@@ -50,14 +50,14 @@ def search_layouts(
     """Return the best layouts for the model and the batch size, at most `n`.
 
     All `tensor` groups stay within a host. If `context` splits a row, each slice has at least
-    `MIN_SLICE` tokens. Formulas (`estimate.py`) rank the meshes. For each mesh, they select the
-    fastest schedule and number of microbatches, with the least remat that fits. The best `n` meshes
-    are then compiled, with more remat if needed, and ranked again. At most two of the meshes that
-    differ only in `data` and `fsdp` are compiled. Layouts that fit come first, sorted by step time.
-    However, a simpler layout comes before a layout that is only slightly faster (`TIE_RATIO`). If
-    step times are unknown, simpler layouts come first. Among layouts that fit, pure data
-    parallelism without remat always comes first. A layout whose state alone does not fit is not
-    compiled.
+    `MIN_SLICE` tokens. Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select
+    the fastest schedule and number of microbatches, using the least remat that fits. The best `n`
+    meshes are then compiled, with more remat if needed, and ranked again. At most two of the meshes
+    that differ only in `data` and `fsdp` are compiled. Layouts that fit come first, sorted by step
+    time. However, a simpler layout comes before a layout that is only slightly faster
+    (`TIE_RATIO`). If step times are unknown, simpler layouts come first. Among layouts that fit,
+    pure data parallelism without remat always comes first. A layout whose state alone does not fit
+    is not compiled.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must
@@ -237,8 +237,8 @@ def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
 def train_options(plan: Plan, given: Config) -> str:
     """Return the command-line options that turn the settings `given` into this layout.
 
-    They are --mesh and the settings in `CHOSEN` that differ from `given`. The other settings of
-    `plan.config` must be those of `given`.
+    They are --mesh and the settings in `CHOSEN` that differ from `given`. All other settings of
+    `plan.config` must be the same as in `given`.
     """
     words = [f"--mesh {plan.mesh}"]
     for key in CHOSEN:

@@ -19,8 +19,8 @@ SCORE_COPIES = 3  # number of float32 copies of the scores, if the kernel stores
 def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
     """Return an estimate of a step's memory on each device.
 
-    `mesh` must fit `config`; see `mesh_shape`. On CPUs, `in_host` is not set to 0, unlike in
-    `state_memory`.
+    `mesh` must fit `config`; see `mesh_shape`. Unlike `state_memory`, this does not set `in_host`
+    to 0 on CPUs.
 
     Args:
         n_moments: number of moments per parameter.
@@ -110,8 +110,8 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     """Return the bytes that a GPU reads and writes in the forward and backward passes of a step.
 
     The formula assumes that elementwise operations are fused with each other, but not with matmuls.
-    It excludes recomputed layers, attention scores and the update. Raises `UsageError` under the
-    same conditions as `weights`.
+    It does not include recomputed layers, attention scores or the optimizer update. Raises
+    `UsageError` under the same conditions as `weights`.
     """
     model, D = config.model, config.model.n_embd
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

@@ -53,7 +53,7 @@ ASSUMPTIONS = (
 class Estimate:
     """Estimated times of one step in seconds, and the resulting rates. `mfu` is a fraction.
 
-    For `cpu`, `compute` is the whole step.
+    For the device `cpu`, `compute` equals `step`.
     """
 
     step: float
@@ -225,8 +225,8 @@ class Plan:
     def estimate(self) -> Estimate | None:
         """Estimated times; None if the memory for activations or the device's peak is unknown.
 
-        The peak is the FLOP/s for train.dtype. If it is known and the device is not `cpu`, the
-        device's bandwidths must also be known.
+        The peak is the device's peak FLOP/s in train.dtype. A device with a known peak must also
+        have known bandwidths, unless it is `cpu`.
         """
         device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
         peak = device.peak_flops.get(self.config.train.dtype)

@@ -112,10 +112,9 @@ def expected_traffic(
 ) -> tuple[Traffic, ...]:
     """Return the communication of one step, with bytes per device as in `Collective`.
 
-    The formulas leave out some small arrays, such as positions, and the communication within the
-    updates of Muon and Adafactor. `mesh` must fit `config`; see `mesh_shape`. See
-    `choose_implementation` for `devices_per_host`. Raises `UsageError` under the same conditions as
-    `weights`.
+    The formulas leave out some small arrays, such as positions, and the communication in Muon and
+    Adafactor updates. `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for
+    `devices_per_host`. Raises `UsageError` under the same conditions as `weights`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)

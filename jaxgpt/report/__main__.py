@@ -137,8 +137,8 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table of runs or of their starts, and write the requested files.
 
-    Raises `UsageError` if the rows lack the column in --sort, if a file cannot be written, or if
-    --png is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
+    Raises `UsageError` if --sort names an unknown column, if a file cannot be written, or if --png
+    is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":

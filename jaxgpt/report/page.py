@@ -52,7 +52,7 @@ class Plots:
     """The Bokeh figures of a page. Raises `UsageError` if Bokeh is not installed."""
 
     def __init__(self, runs: Sequence[RunFiles], limit: int = MAX_POINTS):
-        """Draw the runs. Each curve has at most `limit` (at least 2) points."""
+        """Plot the runs, with at most `limit` points per curve. `limit` must be at least 2."""
         try:
             from bokeh.models import ColumnDataSource, DataRange1d
         except ImportError:

@@ -187,8 +187,8 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
 
     Set `requested` if this process has just been asked to stop. It then sends itself SIGTERM, and
     JAX catches the signal. Every process must call this for each step. Returns None if
-    `jax.distributed` is not used. Otherwise, the processes must have been connected with
-    `preemption`.
+    `jax.distributed` is not used. If it is used, the processes must have been connected with
+    `preemption=True`.
     """
     import jax
 
@@ -233,7 +233,7 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
-    """Return a log line for each host name with its ranks and their devices.
+    """Return one log line per host name, listing its ranks and their devices.
 
     `ranks` is the `ranks` entry in the result of `initialize_jax`.
     """

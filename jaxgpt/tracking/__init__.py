@@ -100,7 +100,7 @@ class Trackers:
     def views(self) -> list[str]:
         """Return the non-empty `view`s of the trackers in train.trackers. Call before `close`.
 
-        The view of a tracker that is still opening, or cannot be opened, may be missing.
+        The result may omit the view of a tracker that is still opening or cannot be opened.
         """
         found = self._all.values()
         return [t.view for t in found if isinstance(t, BackgroundTracker) and t.view]

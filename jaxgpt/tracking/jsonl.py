@@ -169,7 +169,7 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    Lines without a valid kind and step, and the record `replaces`, are also dropped. If `record` is
+    The record `replaces` and lines without a valid kind and step are also dropped. If `record` is
     given, it is appended. Raises `UsageError` if the file cannot be written, and `OSError` if it
     cannot be read.
     """

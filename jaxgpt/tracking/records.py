@@ -140,7 +140,7 @@ class CheckpointRecord(Record):
 class GoodputRecord(Record):
     """Time spent on each activity since the process's previous goodput record.
 
-    Since that record, the process has run or skipped steps `after` + 1 to `step`. See
+    The record covers steps `after` + 1 to `step`, including skipped steps. See
     `train/reporting/goodput.py`.
     """
 

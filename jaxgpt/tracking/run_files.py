@@ -73,9 +73,9 @@ class RunFiles:
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps and values of one field in the records of a kind: float64 (N,) each.
 
-        Records without the field are skipped. Invalid values become NaN (see `number`). For
-        `rewind`, `key` is ignored, and the result has the logged losses of the dropped steps, with
-        a NaN after each rewind.
+        Records without the field are skipped. Invalid values become NaN (see `number`). For the
+        kind `rewind`, `key` is ignored, and the values are the logged losses of the dropped steps,
+        with a NaN after each rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -148,8 +148,8 @@ class RunFiles:
 
         Unknown values are None, but `step` is 0 before the first training or evaluation record.
         `age` is a timedelta, rounded to seconds. Losses are rounded to four decimals, and tokens/s
-        to a whole number. At least one of the run's logs must exist. This calls `state`, so do not
-        call it in the process that trains the run.
+        to a whole number. At least one of the run's logs must exist. Do not call this in the
+        process that trains the run (see `state`).
         """
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
@@ -194,8 +194,9 @@ def read_text(path: Path) -> str:
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     """Return the runs in `paths`, which are run directories or folders with runs at any depth.
 
-    Runs inside another run are not found, and symbolic links to folders of runs are not followed.
-    Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be read.
+    Runs inside another run's directory are not found, and symbolic links to folders of runs are not
+    followed. Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be
+    read.
     """
     found: dict[Path, str] = {}
     for path in paths:

@@ -56,7 +56,7 @@ FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_t
 
 @dataclass(frozen=True)
 class CompiledFunctions:
-    """The functions of a run, and the shapes and shardings of its state and training batch.
+    """A run's functions, and the shapes and shardings of its state and training batch.
 
     All functions except `make_decoder` are jitted.
     """

@@ -55,10 +55,10 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
     """Return the scores (B, T) of all tokens except each row's first, without dropout.
 
     Args:
-        tokens: int32 (B, T+1). B must be divisible by the number of devices that rows are split
-            over. T may be smaller than model.block_size, but the mesh's and the attention kernel's
-            conditions on model.block_size apply to T, too. Short rows are padded with `NO_TOKEN`,
-            whose loss is 0.
+        tokens: int32 (B, T+1). B must be divisible by the number of devices that the rows are split
+            over. T may be smaller than model.block_size, but must meet the conditions that the mesh
+            and the attention kernel impose on model.block_size. Short rows are padded with
+            `NO_TOKEN`, whose loss is 0.
     """
 
     def scores(network: GPT, batch: Batch) -> TokenScores:

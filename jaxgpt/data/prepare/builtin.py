@@ -36,9 +36,9 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
     """Prepare character-level Tiny Shakespeare. Return the lines that nanoGPT prints for it.
 
-    The dataset is written to `directory`. The text is downloaded if `input_file` is None.
-    Otherwise, `input_file` must not have a JSON or Parquet suffix. Raises `UsageError` if the text
-    cannot be downloaded or read, is not in a regular file, is too short, or has only one distinct
+    The dataset is written to `directory`. If `input_file` is None, the text is downloaded. The name
+    of `input_file` must not end in a JSON or Parquet suffix. Raises `UsageError` if the text cannot
+    be downloaded or read, is not in a regular file, is too short, or has only one distinct
     character. Raises `OSError` if a temporary file or `directory` cannot be written.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
@@ -73,8 +73,8 @@ def prepare_text(
 ) -> list[str]:
     """Prepare text, JSON lines and Parquet files. Return lines that describe the dataset.
 
-    Unless `split` or `megatron` is set, the data is divided into training and validation data. If
-    all files are text, the last `val_share` of the characters is used for validation, as in
+    Unless `split` or `megatron` is set, the data is split into a training set and a validation set.
+    If all files are text, the last `val_share` of the characters is used for validation, as in
     nanoGPT. Otherwise, a hash of each document's text selects the documents for validation. If
     there are too few documents, the last tokens are used instead.
 
@@ -92,7 +92,7 @@ def prepare_text(
             is divided into training and validation data.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, if `tokenizer` is a path; see `load_tokenizer`.
-        pool: other processes that help to tokenize files.
+        pool: worker processes that help this process to tokenize files.
 
     Raises:
         UsageError: if an option or the input is invalid, or a required package is missing or too

@@ -114,7 +114,8 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     The tokenizer's own template is chat_template.jinja next to tokenizer.json. If there is no such
     file, it is the `chat_template` field of tokenizer_config.json. If that field has several
     templates, the template named `default` is used. Returns None if no template is found.
-    `tokenizer` is the path of a file or folder. Other names, such as `char`, have no template.
+    `tokenizer` is the path of a file or folder. If it is a name such as `char`, it has no template
+    of its own.
 
     Raises:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2

@@ -88,7 +88,7 @@ def write_nanogpt(
 ) -> Prepared:
     """Write SPLIT.bin, meta.json and the tokenizer's file to `directory`.
 
-    These files replace a dataset in `directory`, including its other splits.
+    Any existing dataset in `directory` is replaced, including splits that are not written again.
     The tokenizer's end-of-text token, if it has one, separates documents. If the documents have
     answers, each split also gets a loss mask, SPLIT.mask.bin. If `tokenizer` is None, each distinct
     character becomes a token. `source` describes the origin of the text. `pool` tokenizes files in

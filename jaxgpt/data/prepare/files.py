@@ -31,8 +31,8 @@ def kind(path: Path) -> tuple[str, ...]:
 def find_files(inputs: Iterable[Path]) -> list[Path]:
     """Return the input files, and all files with a suitable suffix in the input folders.
 
-    Input folders are searched recursively, except for hidden files and for subfolders that are
-    hidden or unreadable. The files of a folder are sorted by path.
+    Input folders are searched recursively. Hidden files, hidden subfolders and unreadable
+    subfolders are skipped. The files of a folder are sorted by path.
 
     Raises:
         UsageError: if a path does not exist or cannot be accessed, a folder has no suitable files,

@@ -90,7 +90,7 @@ def write_parts(
 
     Args:
         files: at least one file.
-        dtype: integer type of the token IDs in the parts. It must be able to hold every ID.
+        dtype: integer type of the token IDs in the parts, large enough for every ID.
         folder: the result of `parts_folder`.
         pool: the other processes, or None if there are none.
 

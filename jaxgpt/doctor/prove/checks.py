@@ -149,7 +149,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 def numerics(commands: Commands) -> Iterator[Row]:
     """Compare each step's bfloat16 loss with its float32 loss. A non-finite loss misses the goal.
 
-    Raises `ValueError` if the runs have logged different numbers of steps, or none. Also raises
+    Raises `ValueError` if the runs logged different numbers of steps, or no steps. Also raises
     whatever `Commands.run` raises.
     """
     single, lower = (
@@ -164,7 +164,7 @@ def numerics(commands: Commands) -> Iterator[Row]:
 def kernels(commands: Commands) -> Iterator[Row]:
     """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU.
 
-    Raises `ValueError` if the runs have logged different numbers of steps, or none. Also raises
+    Raises `ValueError` if the runs logged different numbers of steps, or no steps. Also raises
     whatever `Commands.run` and `Commands.json` raise.
     """
     if commands.on_gpu:

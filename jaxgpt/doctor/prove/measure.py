@@ -136,8 +136,8 @@ class Commands:
     def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
         """Run a command with --json, like `run`, and return the JSON object that it prints.
 
-        Raises `ValueError` unless the output, from its first `{` on, is a JSON object. Also raises
-        whatever `run` raises.
+        Ignores output before the first `{`, and raises `ValueError` if the rest is not a JSON
+        object. Also raises whatever `run` raises.
         """
         printed = self.run(module, *words, "--json", **variables)
         return json.loads(printed[printed.index("{") :])
@@ -146,7 +146,7 @@ class Commands:
         """Start a command, and kill it as soon as `reached` returns True.
 
         Raises:
-            CommandFailed: if the command ends earlier.
+            CommandFailed: if the command ends before it is killed.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
 
         Also raises whatever `reached` raises.

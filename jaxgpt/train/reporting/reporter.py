@@ -417,7 +417,7 @@ class Reporter:
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
     """Return the figures for log lines by name. Figures in train.log_columns have rank -1.
 
-    With a single process, there is no figure `slowest_over_mean`. Raises `UsageError` if
+    A run with a single process has no figure `slowest_over_mean`. Raises `UsageError` if
     train.log_columns contains an unknown name.
     """
     figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
