@@ -188,8 +188,8 @@ class Trainer:
 
     With the same configuration and devices, a trainer takes the same steps as `jaxgpt.train`, bit
     for bit (on GPUs, with train.deterministic). However, a trainer does not rewind after a loss
-    spike, does not stop after non-finite steps, and ignores train.verify_interval and
-    faults.bit_flip_step. The command can continue a run saved by a trainer, and vice versa. A
+    spike, does not stop after non-finite steps, and ignores train.verify_interval, checkpoint.local
+    and faults.bit_flip_step. The command can continue a run saved by a trainer, and vice versa. A
     trainer writes to a run directory only in `save`.
 
     All processes of a job must call a trainer's methods and read its properties together.
@@ -313,12 +313,12 @@ class Trainer:
         `report`, for example `print`, is called with each dict as soon as its step has finished.
 
         By default, train the remaining steps up to train.max_iters, and return an empty list if
-        there are none. With `n_steps`, training may continue after train.max_iters. The metrics are
-        `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a skipped step, `loss`
-        and `grad_norm` are None. If any values are not finite, a Python warning is issued at the
-        end. Raises `UsageError` if an argument is invalid, if the data cannot be read, or if
-        `train` or `restore` is already running. Also raises the same errors as `state`, and
-        whatever `report` raises.
+        there are none. With `n_steps` (at least 1), training may continue after train.max_iters.
+        The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
+        skipped step, `loss` and `grad_norm` are None. If any values are not finite, a Python
+        warning is issued at the end. Raises `UsageError` if an argument is invalid, if the data is
+        invalid or cannot be read, or if `train` or `restore` is already running. Also raises the
+        same errors as `state`, and whatever `report` raises.
         """
         with self._alone():
             return self._train(n_steps, report)

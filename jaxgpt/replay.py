@@ -284,10 +284,11 @@ class Repeater:
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
         """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        `state` must be the state before the first of the steps. The caller must not use it
-        afterwards, because its arrays are donated. The loss is in nats. The metrics of a skipped
-        step are None. All processes call this together. Raises `UsageError` if the data cannot be
-        read, and `RuntimeError` if JAX fails.
+        `state` must be the state before the first of the steps, which must all have the batch size
+        in the configuration. The caller must not use `state` afterwards, because its arrays are
+        donated. The loss is in nats per token. The metrics are NumPy scalars, or None for a skipped
+        step. All processes call this together. Raises `UsageError` if the data is invalid or cannot
+        be read, and `RuntimeError` if JAX fails.
         """
         import jax
 

@@ -72,7 +72,7 @@ def write(arguments: argparse.Namespace) -> None:
     """Generate samples. Process 0 prints them, separated by lines with ---.
 
     This connects the processes of the job. Raises whatever `check_options`, `join_process_group`
-    and `samples` raise.
+    and `samples` raise, and `BrokenPipeError` on process 0 if the output pipe is closed.
     """
     check_options(arguments)
     with join_process_group() as cluster:

@@ -156,7 +156,7 @@ def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 def _steps_only(config: Config, directory: Path) -> Config:
     """Return a config with the same training steps, but no work between the steps.
 
-    Skip ranges, profiles, evaluations, samples, checkpoints and rewinds are turned off.
+    Skip ranges, profiles, evaluations, samples, checkpoints, rewinds and bit flips are turned off.
     """
     action = config.spike.action
     return config.replace(
@@ -167,5 +167,7 @@ def _steps_only(config: Config, directory: Path) -> Config:
         train__eval_interval=0,
         train__sample_tokens=0,
         checkpoint__interval=0,
+        faults__bit_flip_step=None,
+        faults__bit_flip_device=0,
         spike__action="log" if action == "rewind" else action,  # compiles the same step
     )

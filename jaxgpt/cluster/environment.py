@@ -91,7 +91,7 @@ def rank_from_env() -> int:
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun, not mpiexec, set the MPI rank in the environment."""
     names = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID")
-    rank = next((environ[name] for name in names if name in environ), None)
+    rank = next((environ[name] for name in names if name in environ), "")
     size = environ.get("PMI_SIZE", environ.get("SLURM_STEP_NUM_TASKS"))
     return (
         "SLURM_STEP_ID" in environ
@@ -123,10 +123,12 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 def job_name(environ: Mapping[str, str]) -> str:
     """Return a name for this job that can be used in a path.
 
-    Processes on all hosts share the name if one of `JOB_NAMES` is set; otherwise, only processes on
-    this host share it. Concurrent jobs may share a name if they run in the same PBS or Slurm job
-    and their launchers set no job ID. Without these variables, they may also share a name if they
-    were started from the same terminal, if a session leader has exited, or if there is no /proc.
+    If one of `JOB_NAMES` is set, processes on all hosts share the name. Concurrent jobs may also
+    share it, if they run in the same PBS or Slurm job and their launchers set no job ID.
+
+    Otherwise, processes on one host share a name if their session leaders have the same parent.
+    This also applies to other jobs, for example in a second tmux window or notebook. If a session
+    leader has exited, or there is no /proc, unrelated jobs may share a name.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")

@@ -550,8 +550,8 @@ def hang_sentence(
 def process_names(ranks: list[int], hosts: tuple[str, ...] = ()) -> str:
     """Return "process 3 on host a", "processes 0, 1 and 2" and so on.
 
-    At most 8 of the `ranks` are listed; the rest are only counted. `hosts` has the host name of
-    each rank; if it is empty, no hosts are named.
+    At most 8 of the `ranks` are listed, with their hosts. The rest are only counted. `hosts` has
+    the host name of each process of the job. If it is empty, no hosts are named.
     """
     names = [*map(str, ranks[:8]), *[f"{len(ranks) - 8} more"] * (len(ranks) > 8)]
     text = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

@@ -94,7 +94,7 @@ def job_exit_handler() -> Iterator[None]:
     """Turn exceptions into the messages and exit statuses that job scripts and launchers expect.
 
     - `UsageError` exits with status 2. Only process 0 prints the message, so all processes must
-      raise the error.
+      raise the error. If the launcher's variables are invalid, every process prints it.
     - `SingleRankUsageError` exits with 2. Each process that raises it prints the message. Under
       MPI, it terminates the whole job.
     - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
@@ -116,7 +116,12 @@ def job_exit_handler() -> Iterator[None]:
         for word in sys.argv:
             if word != word.encode(errors="replace").decode():
                 raise UsageError(f"{word!r}: is not valid UTF-8; encode this argument as UTF-8")
-        yield
+        try:
+            yield
+        except SystemExit as end:  # such as after --help
+            if not end.code:
+                sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except SingleRankUsageError as error:
         where = f"process {rank_from_env()} on host {platform.node()}"
@@ -132,8 +137,10 @@ def job_exit_handler() -> Iterator[None]:
             end_with(error)
         if not (isinstance(error, BrokenPipeError) and nobody_reads()):
             raise
-        _redirect_to_null(STDOUT)  # Python flushes stdout at exit
         raise SystemExit(128 + signal.SIGPIPE) from None
+    finally:
+        if nobody_reads():
+            _redirect_to_null(STDOUT)  # Python flushes stdout at exit
 
 
 def _open_closed_streams() -> None:

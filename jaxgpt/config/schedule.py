@@ -15,7 +15,8 @@ def should_evaluate(config: Config, step: int) -> bool:
     """Return whether a run evaluates after this step.
 
     A run evaluates every train.eval_interval steps (0 disables this) and after step
-    train.max_iters. This ignores the evaluation before the first step.
+    train.max_iters. This ignores the evaluation before the first step, and the end of the run by a
+    signal or a rewind.
     """
     train = config.train
     return step == train.max_iters or should_run_every(step, train.eval_interval)

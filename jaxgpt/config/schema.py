@@ -508,9 +508,10 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """True if ZeRO stages 2 and 3 reduce the gradients of several microbatches together.
+        """True if ZeRO stages 2 and 3 would reduce the gradients of several microbatches together.
 
         parallel.reduce_every=microbatch and parallel.offload=state reduce after every microbatch.
+        The ZeRO stage of this configuration does not matter.
         """
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"

@@ -115,7 +115,8 @@ def translate(
 def unknown_key(shown: str, key: str | None = None) -> str:
     """Return an error message for an unknown key, with a suggestion.
 
-    `shown` is the key as typed. `key` is the key to look up, by default the same.
+    `shown` is the key as typed. `key` is the key to look up, by default the same. It has
+    underscores, and no leading dashes.
     """
     key = key or shown
     lasts = {name.rpartition(".")[2] for name in settings()}

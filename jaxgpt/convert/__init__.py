@@ -17,9 +17,11 @@ TRANSFORMERS = "hf:"  # marks a transformers folder, not a run directory
 def transformers_folder(given: str, key: str = "") -> Path:
     """Return the path in `hf:FOLDER` or FOLDER, with ~ expanded.
 
-    Raises `UsageError` if the path is invalid or the home directory is unknown. The message begins
-    with `key`.
+    Raises `UsageError` if the path is empty or invalid, or the home directory is unknown. The
+    message begins with `key`.
     """
+    if given == TRANSFORMERS:
+        raise UsageError(f"{key}{given}: names no folder; give {TRANSFORMERS}FOLDER")
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
 

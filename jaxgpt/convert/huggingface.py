@@ -37,10 +37,10 @@ def from_hf(
         tokenizer: path that `read_tokenizer` accepts. None selects the folder's tokenizer.json or
             GPT-2 vocabulary files, if there are any.
 
-    Raises `UsageError` if a file in the folder is missing, damaged or not supported, if
-    `block_size` does not fit the model, or if the package `safetensors` is not installed. Raises
-    `OSError` if the folder cannot be accessed. Also raises whatever `read_tokenizer` and
-    `write_weights` raise.
+    Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the tensors
+    do not match config.json, if `block_size` does not fit the model, or if the package
+    `safetensors` is not installed. Raises `OSError` if the folder cannot be accessed. Also raises
+    whatever `read_tokenizer` and `write_weights` raise.
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}

@@ -196,9 +196,10 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
-    """Return the vocabulary size of a configuration. A built-in dataset need not exist yet.
+    """Return the vocabulary size of a configuration.
 
-    If model.vocab_size is set, no file is read.
+    If model.vocab_size is set, no file is read. Otherwise, the data must exist, unless
+    data.tokenizer is set or data.dataset is a built-in dataset.
 
     Raises:
         UsageError: if the size is unknown, if the data is damaged or cannot be read, if a tokenizer

@@ -22,7 +22,10 @@ BLOCK = 1024  # number of windows to permute at a time
 
 
 class EpochSampler:
-    """Shuffled windows over the tokens of one source, for any number of epochs."""
+    """Shuffled windows over the tokens of one source, for any number of epochs.
+
+    `per_epoch` is the number of windows in an epoch.
+    """
 
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
         """Set up windows of `block_size` + 1 tokens.

@@ -20,7 +20,7 @@ SHAPE = {  # the expected structure of meta.json, for `read_json`
 class Document(NamedTuple):
     """The document that contains a token. Unknown fields are None."""
 
-    number: int | None = None
+    number: int | None = None  # number of the document in the source, from 0
     start: int | None = None  # offset of its first token in the source
     end: int | None = None  # offset just past its last token
 

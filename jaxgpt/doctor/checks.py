@@ -130,7 +130,10 @@ def check_hosts(job: Job) -> Check:
 
 
 def check_devices(job: Job) -> Check:
-    """Check that all processes have the same number and kind of devices."""
+    """Check that all processes have the same number and kind of devices.
+
+    The kind of a process's first device stands for all of its devices.
+    """
     devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
     if len(set(devices)) > 1:
         remedy = "give every process the same number of devices, of one kind (CUDA_VISIBLE_DEVICES)"

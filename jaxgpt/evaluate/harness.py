@@ -1,5 +1,6 @@
 """The model `jaxgpt` for EleutherAI's lm_eval. Importing this file registers it."""
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,19 +155,22 @@ class JaxGPT(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
-        A continuation has at most max_gen_toks tokens. A context that leaves no room for
-        max_gen_toks tokens is truncated on the left, but keeps at least one token. Raises
-        `UsageError` if a generation option is not supported or out of range. Also raises whatever
-        `tok_encode` raises.
+        A continuation has at most max_gen_toks tokens (by default 256). A context that leaves no
+        room for max_gen_toks tokens is truncated on the left, but keeps at least one token. A
+        sampling option of 0 counts as not set. The random seed of a request is the number of
+        earlier requests with the same context, so repeated requests differ. Raises `UsageError` if
+        a generation option is not supported or out of range. Also raises whatever `tok_encode`
+        raises.
         """
-        out = []
+        out, seeds = [], collections.Counter[str]()
         for request in requests:
             context, options = request.args
-            out.append(self._generate(context, dict(options)))
+            out.append(self._generate(context, dict(options), seeds[context]))
+            seeds[context] += 1
             self.cache_hook.add_partial("generate_until", (context, options), out[-1])
         return out
 
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
+    def _generate(self, context: str, options: dict[str, Any], seed: int) -> str:
         options = normalize_gen_kwargs({k: v for k, v in options.items() if v is not None})
         for name, value in options.items():
             if name not in SUPPORTED and value not in NEUTRAL.get(name, ()):
@@ -182,7 +186,7 @@ class JaxGPT(TemplateLM):
         prompt = self.tok_encode(context)[-max(1, self.max_length - length) :]
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
-        blocks = self._model.stream_tokens([prompt], length, sampling, [0], GENERATED_AT_ONCE)
+        blocks = self._model.stream_tokens([prompt], length, sampling, [seed], GENERATED_AT_ONCE)
         for block_BN in blocks:
             found += block_BN[0].tolist()
             tokens = found[: found.index(end)] if end in found else found

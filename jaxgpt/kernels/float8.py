@@ -91,7 +91,7 @@ def check_float8(platform: str, capability: float) -> list[str]:
         capability: CUDA compute capability of the devices; 0 if they are not NVIDIA GPUs.
 
     Raises:
-        UsageError: if the devices are GPUs, but not NVIDIA GPUs with FP8.
+        UsageError: if the platform is `gpu`, but the devices are not NVIDIA GPUs with FP8.
     """
     if platform != "gpu":
         return ["train.matmul_dtype=float8 is emulated on these devices, which makes steps slower"]

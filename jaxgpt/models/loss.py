@@ -52,6 +52,7 @@ class OutputLayer(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the weighted loss of each target, float32 (B, T), and this device's logits_BTV.
 
+        The loss is a `cross_entropy` in nats, times the weight.
         A target with weight 0 has a loss of 0, even if its cross-entropy is not finite.
         """
         logits_BTV = self.logits(x_BTD)

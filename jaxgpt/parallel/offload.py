@@ -29,7 +29,7 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
 
     Args:
         change: function that takes one layer of `old` and of `given`, as arrays (1, ...) on the
-            device, and returns the new arrays (1, ...).
+            device, and returns the new arrays (1, ...). These have the tree and dtypes of `old`.
         old: tree of at least one array (L, ...).
         given: tree of other arrays (L, ...), such as gradients.
 

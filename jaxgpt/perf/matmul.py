@@ -50,7 +50,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
 def measured_peak(dtype: str) -> float:
     """Return the total FLOP/s of all devices in large matmuls, as the median of 7 measurements.
 
-    The job must have only one process.
+    The job must have only one process. Raises `RuntimeError` if JAX fails.
     """
     rate = matmul_rate(matmul_size(), dtype, ProcessGroup(launcher="none"))
     return statistics.median(rate() for _ in range(7))

@@ -59,7 +59,7 @@ class Tracing:
         `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
         On GPUs, `may_be_incomplete` is True if the operations take less than half of the step time.
         Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
-        `ValueError` if the trace is missing.
+        `ValueError` if the trace is missing, and `OSError` if a temporary folder cannot be removed.
         """
         jax.block_until_ready(pending)
         seconds = (time.perf_counter() - self._began) / n_steps
@@ -120,7 +120,7 @@ class StepProfile:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """End the trace, if it is running, and log its summary."""
+        """End the trace, if it is running, and log its summary. No later steps are traced."""
         if self._tracing is None:
             return
         jax.block_until_ready(state)  # running steps must not count as profiling

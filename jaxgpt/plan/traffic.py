@@ -40,7 +40,7 @@ class Parameter:
     layers: int  # layers per device, rounded down; 0 if the weight is not part of a layer
     size: int
     axes: frozenset[str]  # mesh axes that shard the array if the ZeRO stage shards parameters
-    is_gathered_in_dtype: bool  # True if ZeRO gathers it in the compute dtype, False if in float32
+    is_gathered_in_dtype: bool  # ZeRO-3 gathers it in the compute dtype, not in float32
     is_vocabulary: bool
 
 

@@ -29,6 +29,8 @@ def set_gloo_hostname(address: str) -> bool:
 def use_one_cache_key() -> bool:
     """Make a program's compile-cache key the same on all processes of a CPU job. Return True.
 
+    This concerns programs that use the devices of all processes.
+
     Reason: JAX's key includes the topology, which differs between the processes of a CPU job. Only
     process 0 writes cache entries, so the other processes would not find an entry. This function
     makes JAX use the device kinds instead, as for platforms without a topology. Fallback: return

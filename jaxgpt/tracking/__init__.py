@@ -31,14 +31,18 @@ class Tracker(Protocol):
     def open(self, run: Any, resume_step: int | None) -> None:
         """Start a new run, or continue after step `resume_step` and drop all later steps.
 
-        `run` has a `directory` and a `config`. `resume_step` is None for a new run.
+        Records of `PERSISTENT_KINDS` may be kept. `run` has a `directory` and a `config`.
+        `resume_step` is None for a new run.
         """
 
     def log(self, record: Record) -> None:
         """Write a record, or the parts of it that the destination can show."""
 
     def rewind(self, step: int) -> None:
-        """Drop all steps after `step`, because the run will repeat them."""
+        """Drop all steps after `step`, because the run will repeat them.
+
+        Records of `PERSISTENT_KINDS` may be kept.
+        """
 
     def close(self) -> None:
         """Write all buffered records, and close the destination."""

@@ -57,7 +57,10 @@ class AppendedFile:
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
 
     def close(self) -> None:
-        """Write the buffered lines and close the file. Raises `OSError` if this fails."""
+        """Write the buffered lines and close the file. Raises `OSError` if this fails.
+
+        If nothing has been written yet, this creates or truncates the file as the first write does.
+        """
         self.write()
         self.reopen()
 

@@ -46,6 +46,7 @@ class BackgroundTracker:
         if record.kind == "train":
             self._has_rewound = False
         if record.kind == "goodput" and self._has_rewound:
+            self._check()
             return  # the rewind may have dropped the steps of this record
         if self._todo.qsize() >= LIMIT:
             self._n_lost += 1

@@ -95,8 +95,8 @@ class Samples:
         self._file.write(*(_sample_text(record["step"], record["text"]) for record in records))
 
     def log(self, record: Record) -> None:
-        if isinstance(record, SampleRecord):
-            self._file.write(_sample_text(record.step, record.text))
+        texts = [_sample_text(record.step, record.text)] if isinstance(record, SampleRecord) else []
+        self._file.write(*texts)  # even without a text, this retries earlier samples
 
     def rewind(self, step: int) -> None:
         """Rewrite the file with the samples that are still in metrics.jsonl.

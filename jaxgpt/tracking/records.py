@@ -61,7 +61,8 @@ class EvalRecord(Record):
     kind = "eval"
     train_loss: float
     val_loss: float
-    # `train_loss` and `val_loss` of each corpus. None if there is only one corpus.
+    # `train_loss` and `val_loss` of each corpus, or None if there is only one corpus. The loss of a
+    # corpus without targets is None.
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
 
 
@@ -110,7 +111,7 @@ class DamageRecord(Record):
     """A quarantined checkpoint. The run continues after `step`, which is 0 for a fresh start."""
 
     kind = "damage"
-    path: str
+    path: str  # after it was renamed
     reason: str
 
 
@@ -157,7 +158,7 @@ class GoodputRecord(Record):
 class StragglerRecord(Record):
     """A process that slows down the other processes; see `train/reporting/stragglers.py`.
 
-    All times are in seconds per step.
+    All times are in seconds per step, and are from the last interval that was measured.
     """
 
     kind = "straggler"
@@ -166,7 +167,7 @@ class StragglerRecord(Record):
     own: float  # time of the process, excluding waits for devices
     median: float  # median of `own` over all processes
     data: float  # part of `own` that was spent waiting for data
-    seconds: float  # total time of a step
+    seconds: float  # total time of a step, as the median over all processes
 
 
 @dataclass(frozen=True, kw_only=True)

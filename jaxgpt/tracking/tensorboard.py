@@ -114,7 +114,11 @@ class TensorBoard:
         self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def rewind(self, step: int) -> None:
-        """Close the file. The next record starts a file that hides all steps after `step`."""
+        """Close the file. The next record starts a file that makes TensorBoard hide later steps.
+
+        TensorBoard's default reader hides a tag's steps after `step` only once the tag is written
+        again.
+        """
         self._resume_step = self._step = step
         self.close()
 

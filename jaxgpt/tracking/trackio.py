@@ -22,7 +22,7 @@ class Trackio:
     """Writes a run to the project's trackio database.
 
     The database is in TRACKIO_DIR, by default ~/.cache/huggingface/trackio or $HF_HOME/trackio.
-    Methods raise the errors of trackio and sqlite3.
+    Methods raise the errors of trackio and sqlite3, and `OSError` if the folder cannot be written.
     """
 
     extra = "trackio"  # required package, and the jaxgpt extra of the same name

@@ -29,7 +29,8 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 class StepsResult(NamedTuple):
     """Step at which `run_steps` or `run_with_restarts` ended, and the reason."""
 
-    step: int  # the last step, or the step of the checkpoint if training stopped during a restart
+    # The last step. If training stopped during a restart, the step of the checkpoint, or 0.
+    step: int
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
     corrupted: tuple[int, ...] = ()  # mesh indices of devices that differ from the other replicas

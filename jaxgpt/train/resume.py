@@ -274,8 +274,8 @@ def prepare_weights(
 
     Raises:
         UsageError: if the weights or their tokenizer cannot be read, if the model does not match
-            the weights, or if the data has a different tokenizer and data.accept_changes is not
-            set.
+            the weights, if the conversion fails, or if the data has a different tokenizer and
+            data.accept_changes is not set.
         OSError: if the tokenizer's files cannot be copied.
     """
     given = str(config.train.init_from)

@@ -337,8 +337,8 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
 
     On file systems without locks, the directory is not locked. If config.out is None, this creates
     a new directory, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another
-    job, is a file, cannot be written, is in the checkpoints folder of a run, or contains a folder
-    where a file is expected or vice versa.
+    job, is a file, cannot be written, is in the checkpoints folder of a run, or contains a file
+    named checkpoints or a folder with a name in `FILES`.
     """
     given = Path(config.out or "").absolute()
     try:

@@ -9,15 +9,33 @@ import pytest
 from jobs import SMALL, command, environment, losses
 
 
-@pytest.mark.parametrize("words", ["inspect --config tiny --step 1", "prepare python --out {}"])
+@pytest.mark.parametrize(
+    "words", ["inspect --config tiny --step 1", "prepare python --out {}", "sample --help"]
+)
 def test_nobody_hears_of_a_reader_that_has_seen_enough(words, tmp_path):
     job = subprocess.Popen(
         command(*words.format(tmp_path / "data").split()),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(PYTHONUNBUFFERED=""),
     )  # fmt: skip
     job.stdout.close()
     assert job.stderr.read() == ""
     assert job.wait(30) == 128 + signal.SIGPIPE
+
+
+def test_a_mistake_keeps_its_status_without_a_reader():
+    script = (
+        "from jaxgpt.cluster.shutdown import job_exit_handler; from jaxgpt.config import UsageError"
+        "\nwith job_exit_handler():\n    print('text')\n    raise UsageError('out=x: wrong')"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(PYTHONUNBUFFERED=""),
+    )  # fmt: skip
+    job.stdout.close()
+    assert job.stderr.read() == "error: out=x: wrong\n"
+    assert job.wait(30) == 2
 
 
 LATE = """

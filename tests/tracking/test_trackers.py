@@ -23,7 +23,13 @@ from jaxgpt.tracking.console import Console
 from jaxgpt.tracking.csv import read_table, write_table
 from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.jsonl import JsonLines, read_records
-from jaxgpt.tracking.records import CheckpointRecord, EvalRecord, SampleRecord, TrainRecord
+from jaxgpt.tracking.records import (
+    CheckpointRecord,
+    EvalRecord,
+    GoodputRecord,
+    SampleRecord,
+    TrainRecord,
+)
 from jaxgpt.tracking.run_files import RunFiles, read_runs
 from jaxgpt.tracking.supervisor import SupervisorLink
 from jaxgpt.tracking.tensorboard import TensorBoard
@@ -181,6 +187,11 @@ def trackers_with(server, directory, monkeypatch):
     return Trackers(run_in(directory, "hosted"), None, said.append), said
 
 
+def spent_time(step):
+    times = {"start": 0.0, "began": 0.0, "ended": 1.0, "seconds": {"train": 1.0}}
+    return GoodputRecord(step=step, after=0, is_last=False, **times)
+
+
 def wait_until(is_true):
     for _ in range(1000):
         if is_true():
@@ -204,6 +215,7 @@ def test_a_tracker_that_fails_for_a_while_gets_every_record_and_causes_one_warni
     wait_until(lambda: background._error is not None)
     trackers.log(trained(7))
     trackers.rewind(4)
+    trackers.log(spent_time(5))  # is not sent, so shows nothing
     trackers.log(trained(5))
     server.is_down = False
     wait_until(lambda: background._error is None)
@@ -216,7 +228,8 @@ def test_a_tracker_that_fails_for_a_while_gets_every_record_and_causes_one_warni
     steps = [("log", step) for step in range(1, 8)]
     again = [("rewind", 4), ("log", 5), ("log", 6)]
     assert server.heard == [("open", None), *steps, *again, ("close",)]
-    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))
+    kept = [r["step"] for r in lines(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
+    assert kept == list(range(1, 7))
 
 
 def test_a_record_that_always_fails_is_dropped_but_a_rewind_never_is(monkeypatch):
@@ -323,6 +336,22 @@ def test_no_record_is_lost_while_the_disk_is_full(tmp_path, rewind_to):
         "be retried"
     )
     assert said[1:] == ["metrics.jsonl works again"]
+
+
+def test_records_without_a_sample_do_not_hide_that_samples_cannot_be_written(tmp_path):
+    said = []
+    trackers = Trackers(run_in(tmp_path), None, said.append)
+    samples = tmp_path / "samples.txt"
+    trackers._all.pop("metrics.jsonl").close()
+    with full_disk(samples.stat().st_size + 30):
+        for step in range(1, 6):
+            trackers.log(SampleRecord(step=step, text=50 * "x"))
+            trackers.log(trained(step))
+        assert len(said) == 1
+    trackers.log(trained(6))
+    trackers.close()
+    assert said[1:] == ["samples.txt works again"]
+    assert samples.read_text().count("--- step") == 5
 
 
 def test_a_disk_that_stays_full_is_named_at_the_end(tmp_path):

@@ -210,6 +210,7 @@ def test_the_model_of_a_preset_gives_way_to_the_weights(first_run, tmp_path):
         ("/", "train.init_from=/: has no checkpoint; give a run directory"),
         ("hf:/nowhere", "train.init_from=hf:/nowhere: no such folder; download the model"),
         ("hf:/", "train.init_from=hf:/: /config.json: cannot be read"),
+        ("hf:", "train.init_from=hf:: names no folder; give hf:FOLDER"),
         ("resume", "train.init_from=resume: leave it out"),
         ("", "train.init_from=: is empty"),
     ],

@@ -100,8 +100,9 @@ def write_dataset(
     """Write a dataset in nanoGPT's format.
 
     `tokens` maps each of `SPLITS` to its token IDs, shape (tokens,). The IDs must be in the
-    tokenizer's vocabulary. `source` describes the origin of the text. Raises `OSError` if
-    `directory` cannot be written.
+    tokenizer's vocabulary. `source` describes the origin of the text. Any existing dataset in
+    `directory` is replaced, including its other splits. Raises `OSError` if `directory` cannot be
+    written.
     """
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
