@@ -208,6 +208,19 @@ def compare(ours, theirs):
         assert float(nats) == pytest.approx(float(nats_), rel=1e-5)
 
 
+def test_repeated_requests_get_different_samples(home):
+    task = (home / "tasks" / "written.yaml").read_text().replace("task: written", "task: repeated")
+    task = task.replace("do_sample: false", "do_sample: true, temperature: 1") + "\nrepeats: 3\n"
+    (home / "tasks" / "repeated.yaml").write_text(task)
+    model = ("--model", "jaxgpt", "--model_args", f"run={home}/run", "--tasks", "repeated")
+    where = ("--include_path", home / "tasks", "--output_path", home / "repeated")
+    python("-m", "jaxgpt.evaluate", "lm-eval", *model, *where, "--limit", "2", "--log_samples")
+    (samples,) = (home / "repeated").rglob("samples_repeated_*.jsonl")
+    for line in samples.read_text().splitlines():
+        (texts,) = json.loads(line)["resps"]
+        assert len(set(texts)) == 3
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
