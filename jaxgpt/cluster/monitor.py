@@ -39,8 +39,8 @@ from jaxgpt.cluster.shutdown import (
     FAILED,
     HUNG,
     end_process,
-    flush_stdout,
     report_and_end,
+    write_if_read,
 )
 from jaxgpt.cluster.timeouts import ANSWER, HEARTBEAT, LOST_HOST, SETTLE, TICK
 
@@ -189,7 +189,7 @@ class Monitor:
         is lost or stopped, most processes print nothing. Returns only if called in the monitor's
         thread, which then terminates the job.
         """
-        flush_stdout()
+        write_if_read("", sys.stdout)
         if self._thread is None:
             report_and_end(report, status)
         self._loop.call_soon_threadsafe(self._fail, report, status)
@@ -432,7 +432,7 @@ class Monitor:
             return
         self._is_decided = True
         if rank == 0:
-            print(self._report[0], file=sys.stderr, end="", flush=True)
+            write_if_read(self._report[0], sys.stderr)
         elif rank in self._peers:
             self._peers[rank].send("report")
             await self._until_gone({rank}, ANSWER)

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from jaxgpt.cluster.environment import SingleRankUsageError, find_launch, rank_from_env
 from jaxgpt.cluster.timeouts import ANSWER, SETTLE
@@ -40,8 +40,7 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
     No newline is added.
     """
-    if report:
-        print(report, file=sys.stderr, end="", flush=True)
+    write_if_read(report, sys.stderr)
     abort_mpi(status)
     end_process(status)
 
@@ -67,13 +66,14 @@ def end_with(error: BaseException) -> NoReturn:
 
     Use this only in a process that is not connected to others.
     """
-    flush_stdout()
+    write_if_read("", sys.stdout)
     report_and_end(*report_of(error))
 
 
-def flush_stdout() -> None:
-    with contextlib.suppress(BrokenPipeError):  # the reader of stdout has exited
-        sys.stdout.flush()
+def write_if_read(text: str, stream: TextIO) -> None:
+    """Write `text` and flush the stream. Does nothing if the stream's reader has exited."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, file=stream, end="", flush=True)
 
 
 def report_of(error: BaseException) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxgpt.cluster.monitor import Monitor
+from jaxgpt.cluster.shutdown import write_if_read
 from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
 
 # Signals that stop a run after a step. Slurm sends USR1 or USR2 with `sbatch --signal`. The time
@@ -66,8 +67,10 @@ class StopSignal:
                 whether all processes stop after the step, or None in a single-process job.
         """
         self.reason: str | None = None
-        # Prints a line. Replaced once the log is open.
-        self.say = lambda line: print(line, file=sys.stderr, flush=True)
+        # Both are replaced once the log is open. The first prints a line. The second is called when
+        # a signal or the time limit stops the run.
+        self.say = lambda line: write_if_read(f"{line}\n", sys.stderr)
+        self.outlive_reader = lambda: None
         self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
         self._forwarded, self._interrupted = False, 0.0
         self._began, self._step_began = time.monotonic(), None
@@ -147,13 +150,11 @@ class StopSignal:
         if self._limit is not None:
             steps = "the steps in progress" if self._step_seconds else "the first step"
             leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C twice or SIGKILL"
-            try:
-                self.say(
-                    f"{self.reason}: stopping after {steps}, with a checkpoint; {leave} exits at "
-                    "once, without one"
-                )
-            except BrokenPipeError:  # Ctrl-C also killed the `tee` that was reading the output
-                return
+            self.outlive_reader()
+            self.say(
+                f"{self.reason}: stopping after {steps}, with a checkpoint; {leave} exits at "
+                "once, without one"
+            )
 
     def reached(self, step: int) -> bool:
         """Return whether all processes have agreed to stop after `step`.

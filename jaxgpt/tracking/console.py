@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launch_line import find_mpiexec
+from jaxgpt.cluster.shutdown import STDERR, STDOUT
+from jaxgpt.cluster.timeouts import SETTLE
 from jaxgpt.config import in_words
 from jaxgpt.tracking.appended_file import AppendedFile, printable
 
@@ -30,6 +32,7 @@ class Console:
         self._bar: tqdm | None = None
         mpiexec = find_mpiexec()
         self._mpiexec_output = Path(f"/proc/{mpiexec[0] if mpiexec else 'self'}/fd/1")
+        self._outlives_reader = False
 
     @property
     def width(self) -> int | None:
@@ -55,17 +58,22 @@ class Console:
 
         Printed text is wrapped, and appears above the progress bar. Control characters are
         replaced. If `full` is given, it replaces `text` in the log file. If there is no log file,
-        this does nothing. Raises `BrokenPipeError` if the program that reads the output has exited.
-        Any other `OSError` only causes a warning. After a failed print, nothing more is printed.
+        this does nothing. Raises `BrokenPipeError` if the program that reads the output has exited,
+        unless `outlive_reader` was called. Any other `OSError` only causes a warning. After a
+        failed print, nothing more is printed.
         """
         if self._log is None:
             return
         lines = printable(full or text).splitlines() or [""]
         try:
             if self._prints:
-                self._print(wrap(printable(text), self.width))
+                self._print(text)
         except BrokenPipeError:
-            raise
+            if not self._outlives_reader:
+                time.sleep(SETTLE)  # a Ctrl-C that has killed the reader also stops this run
+            if not self._outlives_reader:
+                raise
+            self._leave_reader(text)
         except OSError as error:  # such as a full disk, which should not end the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             lines.append(f"warning: output to the console stopped: {in_words(error)}")
@@ -81,7 +89,23 @@ class Console:
                     f"warning: train.log failed: {in_words(error)}; retrying with the next line"
                 )
 
+    def outlive_reader(self) -> None:
+        """From now on, print to stderr if the program that reads the output has exited.
+
+        Ctrl-C also kills a `tee` that reads the output, but the run still saves a checkpoint.
+        """
+        self._outlives_reader = True
+
+    def _leave_reader(self, text: str) -> None:
+        sys.stdout = sys.stderr
+        try:
+            self._print(text)
+        except BrokenPipeError:  # the same `tee` read stderr
+            for descriptor in (STDOUT, STDERR):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
     def _print(self, text: str) -> None:
+        text = wrap(printable(text), self.width)
         if self._bar is None:
             print(text, flush=True)
         else:

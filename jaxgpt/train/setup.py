@@ -78,6 +78,7 @@ def set_up(
     report = Reporter(run, steps, clock, cluster)
     report.log_header(facts, _layout_warnings(steps, cluster))
     stop.say, checkpoints.log = report.info, report.log
+    stop.outlive_reader = report.outlive_reader
     if (run.resume_step or 0) < config.train.max_iters:
         checkpoints.open(checkpoint_tree(steps.state_shapes))
     elif not run.missing_records:

@@ -38,6 +38,13 @@ def test_a_mistake_keeps_its_status_without_a_reader():
     assert job.wait(30) == 2
 
 
+def test_a_report_that_nobody_reads_does_not_keep_a_process_alive():
+    script = "from jaxgpt.cluster.shutdown import report_and_end; report_and_end('error: x', 3)"
+    job = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
+    job.stderr.close()
+    assert job.wait(30) == 3
+
+
 LATE = """
 import os, signal
 from jaxgpt.cluster.monitor import Monitor

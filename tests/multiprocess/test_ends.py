@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -322,3 +323,23 @@ def test_devices_that_do_not_fit_the_mesh_are_refused(tmp_path):
     job = run("train", *SMALL, *MESH, "--out", tmp_path, processes=2, JAX_NUM_CPU_DEVICES="1")
     assert job.returncode == 2
     assert "parallel.mesh=1,1,4: the product is 4 but the job has 2 devices" in job.stdout
+
+
+@pytest.mark.parametrize("pipe", ["|", pytest.param("2>&1 |", marks=pytest.mark.long)])
+def test_ctrl_c_that_also_kills_tee_saves_a_checkpoint(tmp_path, pipe):
+    words = command("train", *SMALL, "train.max_iters=100000", "--out", tmp_path / "run")
+    line = f"{shlex.join(map(str, words))} {pipe} tee {tmp_path / 'copy'}; exit ${{PIPESTATUS[0]}}"
+    job = subprocess.Popen(
+        ["bash", "-c", f"trap true INT; {line}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(),
+        start_new_session=True,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 3, job)
+    os.killpg(job.pid, signal.SIGINT)  # as a terminal does
+    said = job.communicate(timeout=60)[1]
+    assert job.returncode == 75, said
+    end = (tmp_path / "run" / "train.log").read_text()
+    assert "SIGINT: stopping after" in end and "stopped by SIGINT after step" in end
+    if pipe == "|":
+        assert "stopped by SIGINT after step" in said
+    assert list((tmp_path / "run" / "checkpoints").iterdir())

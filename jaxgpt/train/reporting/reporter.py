@@ -72,7 +72,7 @@ class Reporter:
         log_file = run.directory / ("train.log" if cluster.is_main else f"train-{cluster.rank}.log")
         self._has_log = log_file.exists()
         self._console = Console(log_file if self._enabled else None, prints=cluster.is_main)
-        self.info = self._console.info
+        self.info, self.outlive_reader = self._console.info, self._console.outlive_reader
         self._trackers: Trackers | None = None  # opened by `restart` on process 0
         self._evaluated: EvalRecord | None = None  # the last evaluation
         self._goodput = Goodput(clock, run.resume_step or 0, self._log_goodput)
