@@ -178,9 +178,10 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
     """Return notes with reasons to doubt that a run trained on these rows at this step.
 
-    The reasons are a skipped step, changed data and a changed train.seed. `run` is None if there is
-    no run directory. Raises `UsageError` if the data, rewinds.json or a checkpoint's JSON cannot be
-    read, or if the setting train_range_to_skip is malformed.
+    The reasons are a skipped step, and data or a train.seed that differ from those of the next
+    checkpoint (or of the newest, if all are earlier). `run` is None if there is no run directory.
+    Raises `UsageError` if the data, rewinds.json or a checkpoint's JSON cannot be read, or if the
+    setting train_range_to_skip is malformed.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -188,13 +189,13 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     saved = valid_checkpoints(run) if run else {}
     if not saved:
         return notes
-    _, last = max(saved.items())
-    if source_hashes(last["data_fingerprint"]) != source_hashes(dataset.fingerprints):
+    then = saved[min((s for s in saved if s >= step), default=max(saved))]
+    if source_hashes(then["data_fingerprint"]) != source_hashes(dataset.fingerprints):
         notes.append("warning: this data differs from the data that the run was trained on")
-    then = next((meta for s, meta in saved.items() if s >= step), last)["config"]["train"]
-    if then["seed"] != config.train.seed:
-        was = f"train.seed was {then['seed']} around this step, but is {config.train.seed} here"
-        notes.append(f"warning: {was}; for the run's rows, add train.seed={then['seed']}")
+    seed = then["config"]["train"]["seed"]
+    if seed != config.train.seed:
+        was = f"train.seed was {seed} around this step, but is {config.train.seed} here"
+        notes.append(f"warning: {was}; for the run's rows, add train.seed={seed}")
     return notes
 
 

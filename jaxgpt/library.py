@@ -443,8 +443,10 @@ class Trainer:
 
     @functools.cached_property
     def _model(self) -> Model:
-        config, tokenizer = without_training(self.config), self.dataset.tokenizer
-        block_size = config.model.block_size
+        # Without training, -1 in the mesh could stand for another size.
+        mesh = str(MeshShape(**self.steps.mesh.shape))
+        config = without_training(self.config.replace(parallel__mesh=mesh))
+        tokenizer, block_size = self.dataset.tokenizer, config.model.block_size
         trained = Trained("the data", self.step, config, tokenizer, block_size, "own")
         return Model(trained, 1, self.cluster, self._current_state().params, self._lock)
 

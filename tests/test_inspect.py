@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +88,18 @@ def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     other = f"data.path={tmp_path / 'corpus0'}"
     _, err = shown(capsys, "--run", out, "--step", 2, "--json", other)
     assert "differs from the data that the run was trained on" in err
+
+
+def test_data_is_compared_with_that_of_the_next_checkpoint(monkeypatch):
+    config = load_config("tiny", "data.dataset=python")
+    dataset = open_dataset(config.data, config.model)
+    train = {"train": {"seed": config.train.seed}}
+    ours = {"data_fingerprint": dataset.fingerprints, "config": train}
+    other = {"data_fingerprint": {}, "config": train}
+    monkeypatch.setattr(inspect, "valid_checkpoints", lambda run: {100: ours, 200: other})
+    found = [inspect.differences(config, dataset, Path("run"), step) for step in (50, 150, 250)]
+    changed = ["warning: this data differs from the data that the run was trained on"]
+    assert found == [[], changed, changed]
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):

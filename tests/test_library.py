@@ -25,7 +25,7 @@ from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.train.compiled import make_steps
-from jobs import SMALL, environment, losses, records, train_here
+from jobs import SMALL, environment, limited_devices, losses, records, train_here
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = (*SMALL[2:], "model.block_size=32", "train.max_iters=6")
@@ -438,6 +438,13 @@ def test_states_and_parameters_of_a_trainer_may_be_kept():
         assert not np.array_equal(
             *(jax.tree.leaves(params)[0] for params in (before, trainer.state.params))
         )
+
+
+def test_a_model_has_the_mesh_of_its_trainer():
+    settings = (*SETTINGS, "--mesh", "data=1,stage=-1", "train.gradient_accumulation_steps=2")
+    with limited_devices(2):
+        trainer = jaxgpt.Trainer(jaxgpt.load_config(SMALL[1], *settings, "model.n_layer=2"))
+        assert trainer.model.logits([1, 2, 3]).shape[0] == 3
 
 
 def test_a_model_may_be_used_while_another_thread_trains():

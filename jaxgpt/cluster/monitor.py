@@ -201,7 +201,8 @@ class Monitor:
         """Terminate this process with status 1 if the block takes longer than `timeout` seconds.
 
         The block starts MPI, which waits for all processes. The waiting process with the lowest
-        rank prints the missing ranks and exits, and the launcher then terminates the job. Processes
+        rank prints the missing ranks (at most 20, and none if the number of processes is unknown)
+        and exits, and the launcher then terminates the job. Processes
         with higher ranks exit `ANSWER` seconds later. If the hosts do not share the home directory,
         processes on other hosts count as missing. If this directory is not writable, process 0
         exits first, without listing ranks. This starts the thread, which may create files in
@@ -463,7 +464,7 @@ class Monitor:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
-            if folder.is_dir():
+            if os.path.isdir(folder):
                 arrived = {int(file.name) for file in folder.iterdir()}
             if launch.rank > min(arrived, default=0):
                 await asyncio.sleep(ANSWER)  # the lowest rank reports and exits first

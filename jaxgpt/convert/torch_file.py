@@ -73,11 +73,12 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
 
     Args:
         is_harmless: predicate that receives the full name of a class or function. It is not called
-            for containers and tensors. True means that objects of the class are replaced with
-            `Inert`, and False means that the file is rejected.
+            for names that `torch.load` allows, such as those of tensors, dict and OrderedDict. True
+            means that objects of the class are replaced with `Inert`, and False means that the file
+            is rejected. If such an object contains items, the file is rejected too.
 
-    Raises `UsageError` if the file is missing, damaged or not in torch's zip format, if
-    `is_harmless` rejects a name, or if torch is missing or too old.
+    Raises `UsageError` if the file is missing, damaged or not in a format that `torch.load` reads
+    with `weights_only`, if `is_harmless` rejects a name, or if torch is missing or too old.
     """
     torch = _torch()
     try:

@@ -69,7 +69,9 @@ class TokenFile:
         tokens, file = np.empty(count, self.dtype), self._descriptor
         offset = self._header + start * self.dtype.itemsize
         try:
-            found = os.preadv(file, [tokens], offset)
+            view, found = memoryview(tokens).cast("B"), 0
+            while found < len(view) and (n := os.preadv(file, [view[found:]], offset + found)):
+                found += n  # at most 2 GiB at a time
         except OSError as error:
             raise UsageError(
                 f"{self.path}: cannot be read at byte {offset} ({error.strerror})"

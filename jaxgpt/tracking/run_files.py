@@ -19,6 +19,7 @@ from jaxgpt.tracking.jsonl import METRICS, parse_records
 from jaxgpt.tracking.starts import STARTS
 
 RECENT = 120.0  # seconds; see `RunFiles.state`
+TAIL = 64  # bytes
 
 
 class RunFiles:
@@ -34,7 +35,7 @@ class RunFiles:
         run may fail before its first record.
         """
         self.directory, self.name = directory, name
-        self._inode, self._position = -1, 0  # inode and size of the part that has been read
+        self._position, self._tail = 0, b""  # size and last bytes of the part that has been read
         self.records, self.n_damaged = defaultdict(list), 0
         self.refresh()
 
@@ -48,11 +49,10 @@ class RunFiles:
         try:
             if path.exists():
                 with path.open("rb") as file:
-                    now = os.fstat(file.fileno())
-                    if now.st_ino != self._inode or now.st_size < self._position:
-                        self._inode, self._position = now.st_ino, 0
+                    file.seek(self._position - len(self._tail))
+                    if file.read(len(self._tail)) != self._tail:
+                        self._position, self._tail = file.seek(0), b""
                         self.records, self.n_damaged = defaultdict(list), 0
-                    file.seek(self._position)
                     new = file.read().rpartition(b"\n")[0]  # the last line may be incomplete
         except OSError as error:
             raise UsageError(
@@ -63,6 +63,7 @@ class RunFiles:
             lines = new.decode(errors="replace").split("\n")
             found = parse_records(lines)
             self._position += len(new) + 1
+            self._tail = new[-TAIL:] + b"\n"
             self.n_damaged += len(lines) - len(found)
         for record in found:
             self.records[record["kind"]].append(record)

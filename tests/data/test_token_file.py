@@ -31,6 +31,13 @@ def test_parts_of_a_file_are_read_from_their_place(path):
     assert part.part(10, 20).read(0, 2).tolist() == [1010, 1011]
 
 
+def test_a_read_that_the_system_splits_is_completed(path, monkeypatch):
+    """Linux reads at most 2 GiB at a time."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, to, at: preadv(file, [to[0][:1001]], at))
+    assert tokens_of(path, np.uint16, 10_000).read(2, 5000).tolist() == list(range(2, 5002))
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named_with_the_offset(path):
     tokens = tokens_of(path, np.uint16, 10_000)
     tokens.read(9_990, 10)

@@ -519,6 +519,11 @@ def test_a_row_with_too_many_values_is_dropped_from_a_csv_file(tmp_path):
     assert columns == ["step", "loss"] and [row["step"] for row in rows] == ["1", "3"]
 
 
+def test_a_text_that_is_cut_off_is_dropped_from_a_csv_file(tmp_path):
+    (tmp_path / "sample.csv").write_bytes(b'step,text\r\n5,whole\r\n6,"alpha, beta\ngam')
+    assert read_table(tmp_path / "sample.csv")[1] == [{"step": "5", "text": "whole"}]
+
+
 def test_a_run_whose_lock_cannot_be_checked_is_running_if_it_wrote_recently(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / ".lock").write_text(f"process 1 on host {platform.node()}\n")
