@@ -44,7 +44,7 @@ class Part(NamedTuple):
     folder: Path
     documents: int
     tokens: dict[str, int]  # number of tokens in each split
-    # Whether a split's last document in this part is complete, not continued in the next split.
+    # False for a split whose last document in this part continues in the next split.
     ends: dict[str, bool]
     has_mask: bool | None  # None if the part has no tokens
 
