@@ -117,7 +117,9 @@ SETTINGS = {
     "ds_config_path deepspeed_config": "later.ds_config={}",
     "config_path job.config_file model_name": "config={}",
     "tensor_model_parallel_size": "mesh.tensor={}",
-    "tensor_parallel_degree ici_tensor_parallelism": "mesh.tensor={} mesh.rest=fsdp",
+    "tensor_parallel_degree ici_tensor_parallelism dcn_tensor_parallelism": (
+        "mesh.tensor={} mesh.rest=fsdp"
+    ),
     "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism "
     "dcn_pipeline_parallelism": "mesh.stage={}",
     "num_pipeline_microbatches": "later.pipeline_microbatches={}",
@@ -151,9 +153,10 @@ IGNORED = """
     log_params_norm log_num_zeros_in_grad timing_log_level distributed_timeout_minutes
     num_workers data_cache_path data_impl mock_data no_create_attention_mask_in_dataloader
     no_mmap_bin_files tiktoken_pattern vocab_file tokenizer_model profile profile_step_start
-    profile_step_end module job.description metrics.enable_tensorboard metrics.enable_wandb
-    compile.enable compile.components shuffle_sample shuffle_sample_in_corpus
-    dataset_type use_iota_embed reuse_example_batch
+    profile_step_end profiler profiler_steps module job.description metrics.enable_tensorboard
+    metrics.enable_wandb compile.enable compile.components
+    shuffle_sample shuffle_sample_in_corpus blend_sample_in_corpus dataset_type
+    use_iota_embed reuse_example_batch
     trainer.eval_per_device_parallelism transformer_impl use_mics
     hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale
 """
@@ -293,6 +296,9 @@ KEY_SUGGESTIONS = {
         "optimizer.adamw_learning_rate=Y for all other parameters"
     ),
     "shuffle_sample shuffle_sample_in_corpus": "samples are always shuffled across all data",
+    "blend_sample_in_corpus": (
+        "the sources of a corpus are always mixed in proportion to their weights"
+    ),
     "step_batch_size_schedule rampup_batch_size": (
         "use train.batch_size=N, and change it when you resume the run"
     ),

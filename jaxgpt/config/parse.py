@@ -326,8 +326,8 @@ def train_command(
     for the shell. `n_devices` is the number of devices, or None if it is unknown. A value with a
     shell variable, such as $SIZE, is copied unchecked unless it needs conversion. Choices that
     higher layers define, such as `optimizer.name`, are not checked. Invalid values with a known fix
-    are corrected. The remarks explain each correction and omission. If `argv` refers to a DeepSpeed
-    configuration, that file is read.
+    are corrected, and so are misspelt keys. The remarks explain each correction and omission. If
+    `argv` refers to a DeepSpeed configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -337,6 +337,8 @@ def train_command(
     if default is not None and "config" not in given:
         given = {"config": [default], **given, **line.default_words}
     remarks = [*line.notes, *_join_same([*line.problems, *wrong.values()])]
+    if line.corrected:
+        remarks.append(f"corrected: {', '.join(line.corrected)}")
     return _join([TRAIN], given, quote), remarks, left_out
 
 

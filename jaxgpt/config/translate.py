@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from jaxgpt.config import aliases
-from jaxgpt.config.errors import in_words, nearest
+from jaxgpt.config.errors import in_words, nearest, shorten
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schema import settings
 from jaxgpt.config.values import describe, takes_many
@@ -29,9 +29,11 @@ class CommandLine:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # arguments left out of the corrected command
+    corrected: list[str] = field(default_factory=list)  # arguments whose key was misspelt
     shown: dict[str, str] = field(default_factory=dict)  # argument that set each key
     later: dict[str, list[str]] = field(default_factory=dict)  # values still to be converted
-    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # size by mesh axis and flag
+    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # argument by mesh axis and flag
+    unknown_axes: dict[str, str] = field(default_factory=dict)  # argument left out, by mesh axis
     rest: str | None = None  # mesh axis of the remaining devices, if a flag sets it
     default_config: str = "tiny"  # preset for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
@@ -68,21 +70,28 @@ def translate(
     Args:
         argv: The arguments, which may be flags of other programs.
         presets: The preset files by name.
-        guesses: Replace an unknown key with its probable meaning. If False, leave it out.
+        guesses: Replace an unknown key with its probable meaning. If False, replace only misspelt
+            keys, and leave out other unknown keys.
         n_devices: The number of devices, or None if it is unknown.
     """
     line, ignored = CommandLine(), []
     for argument, shown, key, values in _arguments(argv, presets, line):
         value = " ".join(values)
+        if value != "null" and not _is_known(key) and (meant := _meant_by(key, guesses)):
+            line.problems.append(unknown_key(shown, key))
+            line.corrected.append(argument)
+            key = meant
+            if settings().get(aliases.find(aliases.KEY_ALIASES, key) or key) is bool and not values:
+                values = ["True"]
         alias = aliases.find(aliases.KEY_ALIASES, key)
         neutral = aliases.find_end(aliases.NEUTRAL, key).split()
         text = aliases.find_end(aliases.SETTINGS, key)
         if value in neutral or value == "null":  # Hydra's None
             ignored.append(argument)
+        elif (key in settings() or alias or "{}" in text) and not values:
+            line.leave_out(argument, f"{argument}: needs a value")
         elif key in settings() or alias:
             line.put(key if key in settings() else alias, values, argument)
-        elif text and "{}" in text and not values:
-            line.leave_out(argument, f"{argument}: needs a value")
         elif text:
             if value.lower() != "false":  # otherwise, the flag is off
                 _put_all(line, text, values, argument)
@@ -90,22 +99,11 @@ def translate(
             reason = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
             line.notes += [f"{argument}: ignored; {reason}"] if reason else []
             ignored += [] if reason else [argument]
+        elif fix := aliases.find_end(aliases.KEY_FIXES, key):
+            line.problems.append(f"{unknown_key(shown, key)} (the new command has {fix})")
+            _put_all(line, fix, values, argument)
         else:
-            guess = _guess_key(key)
-            line.problems.append(unknown_key(shown, key))
-            is_known = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
-            flag = None if guess or is_known else _near_flag(key)
-            guess = guess or aliases.find(aliases.KEY_ALIASES, flag or "")
-            if fix := aliases.find_end(aliases.KEY_FIXES, key):
-                line.problems[-1] += f" (the new command has {fix})"
-                _put_all(line, fix, values, argument)
-            elif guess and guesses and not is_known:
-                line.words.setdefault(guess, values)
-                line.shown.setdefault(guess, argument)
-            elif guesses and (text := aliases.find(aliases.SETTINGS, flag or "")):
-                _put_all(line, text, values, argument)
-            else:
-                line.left_out.append(argument)
+            line.leave_out(argument, unknown_key(shown, key))
     if ignored:
         line.notes.append(f"ignored (no effect here): {', '.join(ignored)}")
     _finish(line, presets, n_devices)
@@ -133,14 +131,43 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     return f"{shown}: unknown key; {hint}"
 
 
+def _is_known(key: str) -> bool:
+    """Return whether a key is a setting, or a flag in any table."""
+    tables = (aliases.SETTINGS, aliases.NEUTRAL, {aliases.IGNORED: "yes"}, aliases.KEY_SUGGESTIONS)
+    is_setting = key in settings() or aliases.find(aliases.KEY_ALIASES, key)
+    return bool(is_setting or any(aliases.find_end(table, key) for table in tables))
+
+
+def _meant_by(key: str, guesses: bool) -> str | None:
+    """Return the key or flag that an unknown key probably means, or None.
+
+    Without `guesses`, only a misspelt key counts. Other programs have flags with similar names and
+    different meanings, such as rope_min_timescale and rope_max_timescale.
+    """
+    meant = _guess_key(key) or _near_flag(key)
+    return meant if meant and (guesses or _is_slip(key, meant)) else None
+
+
+def _is_slip(key: str, meant: str) -> bool:
+    """Return whether two keys differ only in the spelling or the order of their words."""
+    if "." not in key:
+        meant = meant.rpartition(".")[2]
+    words, others = re.split("[._]", key), re.split("[._]", meant)
+    is_close = len(words) == len(others) and all(
+        nearest(word, [other], 0.75) for word, other in zip(words, others, strict=True)
+    )
+    is_same = "".join(words) == "".join(others) or sorted(words) == sorted(others)
+    return key != meant and (is_close or is_same)
+
+
 def _near_flag(key: str) -> str | None:
     """Return the flag of another program that an unknown key probably means, or None."""
-    return nearest(key, _flags_of_others() - {key}, 0.88)
-
-
-def _flags_of_others() -> set[str]:
-    tables = (aliases.KEY_ALIASES, aliases.SETTINGS, aliases.NEUTRAL)
-    return {flag for table in tables for words in table for flag in words.split()}
+    tables = (aliases.KEY_ALIASES, aliases.SETTINGS, aliases.NEUTRAL, [aliases.IGNORED])
+    flags = sorted({flag for table in tables for words in table for flag in words.split()})
+    if key in flags:
+        return None
+    swapped = [flag for flag in flags if sorted(flag.split("_")) == sorted(key.split("_"))]
+    return swapped[0] if swapped else nearest(key, flags, 0.88)
 
 
 def _guess_key(key: str) -> str | None:
@@ -221,6 +248,7 @@ def _explain_word(
         meant = f"--{'mesh' if key == 'parallel.mesh' else key} {values[0]}"
         typed = " ".join([word, *following[:n_words]])
         line.problems.append(f"{typed}: did you mean {meant}?")
+        line.corrected.append(typed)
         line.put(key, values, meant)
         del following[:n_words]
     elif word.endswith((".sh", ".pbs", ".slurm", ".sbatch")):
@@ -261,7 +289,7 @@ def _put_all(line: CommandLine, text: str, values: list[str], argument: str) -> 
             line.rest = line.rest or value
         elif key.startswith("mesh."):
             axis = key.removeprefix("mesh.")
-            line.axes.setdefault(axis, {})[_name(argument)] = " ".join(words)
+            line.axes.setdefault(axis, {})[_name(argument)] = argument
             line.shown.setdefault(key, argument)
         elif key.startswith(("later.", "samples.", "tokens.")):
             line.later[key.removeprefix("later.")] = words
@@ -278,7 +306,9 @@ def _finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | Non
     _set_config(line, presets)
     if "data" in later:
         name = " ".join(later["data"])
-        line.put("data.dataset", [aliases.WORDPLAY_DATA.get(name, name)], line.shown["data"])
+        shown, dataset = line.shown["data"], aliases.WORDPLAY_DATA.get(name, name)
+        line.put("data.dataset", [dataset], shown)
+        line.notes.append(f"{shown}: means data.dataset={dataset}")
     if "data_path" in later:
         sources = later["data_path"]
         pairs = [" ".join(pair) for pair in zip(sources[::2], sources[1::2], strict=False)]
@@ -328,7 +358,8 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
         is_wordplay = {"data", "backend"} & line.later.keys() or any(
             _name(shown) in ("model.batch_size", "optimizer.gas") for shown in line.shown.values()
         )
-        if line.shown.get("micro_batch_size", "").startswith("--micro"):
+        size_flag = _name(line.shown.get("micro_batch_size", ""))  # may be misspelt
+        if size_flag and not size_flag.startswith("trainer."):
             line.default_config = "megatron"
             line.default_notes.append(
                 "this is a Megatron command line, because it has --micro-batch-size: settings that "
@@ -417,16 +448,21 @@ def _stage_of(line: CommandLine, file: str) -> int | None:
     """
     shown = line.shown["ds_config"]
     try:
-        text = Path(file).expanduser().read_text()
-        stage = yaml.safe_load(text)["zero_optimization"]["stage"]
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_optimization.stage is {stage}")
+        content = yaml.safe_load(Path(file).expanduser().read_text())
+        strategy = content.get("zero_optimization") if isinstance(content, dict) else None
+        if not isinstance(strategy, dict) or "stage" not in strategy:
+            return 0  # DeepSpeed's default
+        stage = strategy["stage"]
+        if type(stage) is not int or stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_optimization.stage is {shorten(str(stage))}")
         line.notes.append(f"{shown}: only its ZeRO stage, {stage}, is used")
         return stage
-    except (KeyError, TypeError):
-        return 0  # DeepSpeed's default
-    # RuntimeError: an unknown home directory, or YAML that is nested too deeply
-    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
+    # PyYAML's conversion of tagged values raises many types of errors. RuntimeError: an unknown
+    # home directory, or YAML that is nested too deeply.
+    except (
+        OSError, ValueError, ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError,
+        yaml.YAMLError,
+    ) as error:  # fmt: skip
         reason = " ".join(in_words(error).split())
         if "zero_stage" in line.later:
             line.notes.append(f"{shown}: ignored; it is not readable ({reason})")
@@ -440,12 +476,15 @@ def _set_mesh(line: CommandLine) -> None:
     """Set parallel.mesh from other programs' flags for axis sizes."""
     sizes = {}
     for axis, flags in line.axes.items():
-        factors = [-1 if word == "-1" else _whole(word) for word in flags.values()]
-        if not all(factors):
-            shown = line.shown[f"mesh.{axis}"]
-            line.leave_out(shown, f"{shown}: must be a whole number, at least 1, or -1")
-            return
-        sizes[axis] = -1 if -1 in factors else math.prod(factors)  # MaxText has two flags per axis
+        factors = {shown: _size(shown) for shown in flags.values()}
+        for shown in [shown for shown, size in factors.items() if not size]:
+            line.unknown_axes[axis] = shown
+            line.leave_out(
+                shown,
+                f"{shown}: must be a whole number, at least 1, or -1; add {axis}=N to --mesh",
+            )
+        if axis not in line.unknown_axes:  # MaxText has two flags per axis
+            sizes[axis] = -1 if -1 in factors.values() else math.prod(factors.values())
     if "parallel.mesh" in line.words:
         try:
             typed = MeshShape.parse(line.words["parallel.mesh"][0])
@@ -463,6 +502,12 @@ def _set_mesh(line: CommandLine) -> None:
         shape["data"] = 1
     if shape != MeshShape(data=-1):
         line.words["parallel.mesh"] = [str(shape)]
+
+
+def _size(argument: str) -> int | None:
+    """Return the value of a flag for an axis size, or None if it is not a positive number or -1."""
+    word = re.split("[= ]", argument, maxsplit=1)[1]
+    return -1 if word == "-1" else _whole(word)
 
 
 def _set_batch(line: CommandLine, n_devices: int | None) -> None:
@@ -512,6 +557,12 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         line.notes.append(
             f"{shown}: ignored, because the global batch size is given; {key}=N splits the batch "
             "into N microbatches"
+        )
+    elif line.unknown_axes:
+        others = ", ".join(line.unknown_axes.values())
+        line.notes.append(
+            f"{shown}: ignored, because the mesh lacks {others}; {key}=N splits the batch into N "
+            "microbatches"
         )
     elif any(shape[axis] == -1 for axis in axes_with("splits_batch")) and total % size == 0:
         n_sharing = shape.n_devices // shape.split_of("splits_batch")
@@ -564,7 +615,7 @@ def _set_maxtext_batch(line: CommandLine) -> None:
     shown, size = line.shown["per_device"], _whole(later["per_device"][0].removesuffix(".0"))
     sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
     rows = (size or 0) * math.prod(shape[axis] for axis in sharing)
-    if rows > 0 and rows % n == 0:
+    if rows > 0 and rows % n == 0 and not line.unknown_axes:
         line.put("train.batch_size_per_device", [str(rows // n)], shown)
     else:
         line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
@@ -580,12 +631,12 @@ def _number(line: CommandLine, key: str) -> int | None:
 
 
 def _axis_size(line: CommandLine, axis: str) -> int:
-    return math.prod(_whole(word) or 1 for word in line.axes.get(axis, {}).values())
+    return math.prod(abs(_size(shown) or 1) for shown in line.axes.get(axis, {}).values())
 
 
 def _set_schedule(line: CommandLine) -> None:
     """Convert sequences, tokens and warm-up fractions to steps, and linear decay to wsd."""
-    words, later = line.words, line.later
+    words, later, unknown = line.words, line.later, set()
     for name in [name for name in later if name.startswith(("samples.", "tokens."))]:
         unit, _, key = name.partition(".")
         factors = ["train.batch_size"] + ["model.block_size"] * (unit == "tokens")
@@ -596,30 +647,41 @@ def _set_schedule(line: CommandLine) -> None:
             sizes = " ".join(f"{factor}={words[factor][0]}" for factor in factors)
             line.notes.append(f"{shown}: means {key}={total // per_step} with {sizes}")
         else:
+            unknown.add(key)
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
     is_megatron = line.default_config == "megatron"
-    if is_megatron and "train.max_iters" in words:  # Megatron's defaults
-        words.setdefault("optimizer.lr_decay_iters", words["train.max_iters"])
-    end = _number(line, "optimizer.lr_decay_iters") or _number(line, "train.max_iters")
+    end_key, warmup_key = "optimizer.lr_decay_iters", "optimizer.warmup_iters"
+    if is_megatron and "train.max_iters" in words and end_key not in unknown:  # Megatron's default
+        words.setdefault(end_key, words["train.max_iters"])
+    # A value may be a shell variable.
+    unknown |= {key for key in words.keys() & {end_key, warmup_key} if _number(line, key) is None}
+    end = None
+    if end_key not in unknown:
+        end = _number(line, end_key) or _number(line, "train.max_iters")
     if "warmup_fraction" in later:
         shown, fraction = line.shown["warmup_fraction"], later["warmup_fraction"][0]
         try:
             steps = int(float(fraction) * end)
         except (ValueError, TypeError, OverflowError):
+            unknown.add(warmup_key)
             line.leave_out(shown, f"{shown}: use optimizer.warmup_iters=N, a number of steps")
         else:
             line.put("optimizer.warmup_iters", [str(steps)], shown)
             line.notes.append(f"{shown}: means optimizer.warmup_iters={steps}")
     is_linear = words.get("optimizer.schedule") == ["linear"]
-    if end and (is_linear or (is_megatron and "optimizer.schedule" not in words)):
-        if is_linear:
-            suggestion = aliases.find(aliases.VALUE_SUGGESTIONS, "optimizer.schedule=linear")
-            line.problems.append(f"optimizer.schedule=linear: {suggestion}")
-        warmup = _number(line, "optimizer.warmup_iters") or 0
+    is_default = is_megatron and "optimizer.schedule" not in words and bool(end or unknown)
+    is_known = not unknown & {end_key, warmup_key}
+    suggestion = aliases.find(aliases.VALUE_SUGGESTIONS, "optimizer.schedule=linear")
+    if end and is_known and (is_linear or is_default):
+        warmup = _number(line, warmup_key) or 0
         words["optimizer.schedule"] = ["wsd"]
-        words["optimizer.lr_decay_iters"] = [str(end)]
-        words["optimizer.warmup_iters"] = [str(warmup)]
+        words[end_key], words[warmup_key] = [str(end)], [str(warmup)]
         words["optimizer.wsd_decay_iters"] = [str(end - warmup)]
+        if is_linear:
+            line.problems.append(f"optimizer.schedule=linear: {suggestion}")
+        suggestion = f"means optimizer.schedule=wsd optimizer.wsd_decay_iters={end - warmup}"
+    if is_default:
+        line.notes.append(f"Megatron's default, --lr-decay-style linear: {suggestion}")
 
 
 def _set_sizes(line: CommandLine) -> None:
@@ -636,6 +698,9 @@ def _set_sizes(line: CommandLine) -> None:
         size = aliases.MEGATRON_VOCABULARIES.get(" ".join(later["tokenizer"]))
         if size is None:
             line.notes.append(f"{line.shown['tokenizer']}: ignored; use data.tokenizer=FOLDER")
+        elif "tensor" in line.unknown_axes and "model.vocab_size" not in words:
+            shown = line.shown["tokenizer"]
+            line.leave_out(shown, f"{shown}: use model.vocab_size=N, the padded size")
         elif "model.vocab_size" not in words:
             multiple = PADDING * _axis_size(line, "tensor")
             padded = -(-size // multiple) * multiple
@@ -645,5 +710,10 @@ def _set_sizes(line: CommandLine) -> None:
                 "samples, use data.tokenizer=FOLDER"
             )
     width = _number(line, "model.n_embd")
-    if line.default_config == "megatron" and words.get("model.mlp") == ["swiglu"] and width:
-        words.setdefault("model.mlp_hidden", [str(width * 8 // 3 // 64 * 64)])
+    is_swiglu = line.default_config == "megatron" and words.get("model.mlp") == ["swiglu"]
+    if is_swiglu and width and "model.mlp_hidden" not in words:
+        hidden = width * 8 // 3 // 64 * 64
+        words["model.mlp_hidden"] = [str(hidden)]
+        line.notes.append(
+            f"Megatron's default, --ffn-hidden-size {hidden}: means model.mlp_hidden={hidden}"
+        )

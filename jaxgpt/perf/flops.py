@@ -129,5 +129,5 @@ class Rates:
         return (
             f"train.batch_size={self.batch_size}: a step needs {flops:.1e} FLOPs per device, or "
             f"{flops / CPU_FLOPS / 60:,.0f} minutes at {CPU_FLOPS:.0e} FLOP/s; nothing is logged "
-            "before the first step ends; reduce train.batch_size",
+            "before the first step ends; reduce train.batch_size or the batch size per device",
         )

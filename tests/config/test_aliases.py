@@ -234,6 +234,8 @@ ANSWERED = [
         "did you mean --micro-batch-size?",
         "--config megatron --mesh 2,1,1 train.batch_size_per_device=3",
     ),
+    ("--data-path-cache c --seed 2", "did you mean --data-cache-path?", "train.seed=2"),
+    ("--qk-layernrom --seed 2", "did you mean --qk-layernorm?", "model.qk_norm=True"),
     ("--swigl --seed 2", "did you mean --swiglu?", "model.mlp=swiglu train.seed=2"),
     ("--load ckpts", "--out FOLDER", None),
     ("--save a --load b", "convert from-megatron", "--out a"),

@@ -124,6 +124,30 @@ def test_an_unreadable_deepspeed_configuration_is_a_problem(file):
         parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path={file}")
 
 
+# These values raise AttributeError, IndexError, KeyError and ValueError in PyYAML.
+@pytest.mark.parametrize(
+    "value",
+    ["!!timestamp x", "!!int ''", "!!bool x", "!!float x", "{stage: true}", "{stage: 4}"],
+)
+def test_an_invalid_deepspeed_configuration_is_a_problem(tmp_path, value):
+    file = tmp_path / "ds.yaml"
+    file.write_text(f"zero_optimization: {value}")
+    with pytest.raises(UsageError, match="not readable .* use parallel.zero_stage=N"):
+        parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path={file}")
+
+
+@pytest.mark.parametrize("content", ["{}", "", "[]", "zero_optimization: {}"])
+def test_deepspeed_s_default_is_stage_0(tmp_path, content):
+    file = tmp_path / "ds.yaml"
+    file.write_text(content)
+    config, _ = parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path={file}")
+    assert config.parallel.zero_stage == 0
+
+
+def test_the_translation_of_wordplay_s_data_is_in_a_note():
+    assert "data=shakespeare: means data.dataset=shakespeare_char" in parse(SHAKESPEARE)[1]
+
+
 def test_a_resumed_run_keeps_its_model(tmp_path):
     kept, _ = parse("model.n_layer=2")
     (tmp_path / "config.yaml").write_text(kept.to_yaml())
@@ -144,6 +168,14 @@ def test_any_value_of_any_flag_is_translated_or_a_problem(rest):
         argument = f"--{flag}{value}" if value[:1] == "=" else f"--{flag} {value}"
         line = translate(f"{argument}{rest}".split(), presets())
         assert line.words or line.notes or line.problems or line.later or line.axes
+
+
+@pytest.mark.parametrize("rest", ["", " --global-batch-size 8 --micro-batch-size 1"])
+def test_any_value_of_a_misspelt_flag_is_translated_or_a_problem(rest):
+    for flag, value in itertools.product(FLAGS[::5], ("", "-1", "9" * 5000, "$X", "2 3", "=")):
+        argument = f"--{flag[:-1]}{value}" if value == "=" else f"--{flag[:-1]} {value}"
+        line = translate(f"{argument}{rest}".split(), presets(), guesses=False)
+        assert line.notes or line.problems
 
 
 def test_all_problems_are_in_one_message():
@@ -323,7 +355,12 @@ def test_unknown_devices_give_the_formula_of_the_microbatches():
 
 @pytest.mark.parametrize(
     "line",
-    ["--save ck --load ck", "--merge-file m", "--tokenizer-type GPT2BPETokenizer --merge-file m"],
+    [
+        "--save ck --load ck",
+        "--blend-sample-in-corpus",
+        "--merge-file m",
+        "--tokenizer-type GPT2BPETokenizer --merge-file m",
+    ],
 )
 def test_a_flag_does_not_vanish_without_a_note(line):
     flag = " ".join(line.split()[-2:])

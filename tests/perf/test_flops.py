@@ -69,5 +69,6 @@ def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins():
     rates = Rates(2**20, 128, 3_600_000, n_devices=1, peak=None)
     (warning,) = rates.slow_step_warnings()
     assert "train.batch_size=1048576" in warning and "81 minutes" in warning
+    assert "reduce train.batch_size or the batch size per device" in warning
     for changed in ({"peak": 1e15}, {"batch_size": 24}, {"n_devices": 2**10}):
         assert dataclasses.replace(rates, **changed).slow_step_warnings() == ()
