@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxgpt.config import UsageError, in_words, train_command
+from jaxgpt.config import UsageError, in_words, shorten, train_command
 
 # Maps part of a program's name to the preset with the program's defaults, or to None.
 PROGRAMS = {
@@ -33,14 +33,25 @@ PER_HOST = {
 }  # fmt: skip
 HOSTS = {"--nnodes", "-N", "--nodes", "--num_nodes", "--num_machines"}
 PYTHON = {"-m", "-u"}  # Python's own options
-NO_COMMANDS = ("if ", "elif ", "case ", "while ", "for ", "[", "echo ")
+TESTS = ("if ", "elif ", "case ", "while ", "for ", "[", "test ")
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?([-=?])([^${}]*))?\}|\$(\w+)")
 _SCRIPT_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")  # $@ and ${@:2}
-_ASSIGNMENT = re.compile(r"(?:(?:export|local|declare)\s+)?(\w+)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_EXPORT = re.compile(r"(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
+_BRANCH = re.compile(r"(?:(?:then|else|do|\{)\s+)+")
+# Quoted text, ${NAME:-default}, arrays, arithmetic and command substitutions: these can contain
+# spaces and operators. Nested parentheses are matched to a depth of three.
+_QUOTED = r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*+\""
+_INNER = rf"(?:{_QUOTED}|[^()])*+"
+_INNER = rf"(?:{_QUOTED}|[^()]|\({_INNER}\))*+"
+_INNER = rf"(?:{_QUOTED}|[^()]|\({_INNER}\))*+"
+_GROUP = rf"{_QUOTED}|\$\{{[^{{}}]*\}}|(?<=[$=])\({_INNER}\)"
+_STATEMENT = re.compile(rf"([;&|\n]*)((?:{_GROUP}|[^;&|\n])+)", re.DOTALL)
+_WORD = re.compile(rf"(?:{_GROUP}|\S)+", re.DOTALL)
 
 
 def command(words: list[str]) -> tuple[list[str], list[str]]:
@@ -62,17 +73,19 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     elif len(words) == 1 and text.endswith(".sh") and " " not in text and not _program([text]):
         raise UsageError(f"convert: {shown}: no such file; give a script or a command line")
     variables: dict[str, str] = {}
-    conditions = False
-    for statement in _statements(text):
-        match = _ASSIGNMENT.fullmatch(statement)
-        if match and (match[3].startswith(("(", "$((")) or len(_split(match[3])) < 2):
-            name, plus, value = match.groups()
-            inner = value[1:].removesuffix(")") if value.startswith("(") else value
-            value = " ".join(_split(_expand(inner, variables)))
-            variables[name] = f"{variables.get(name, '')} {value}" if plus else value
+    conditions, tested = False, set()
+    for statement, is_conditional in _statements(text):
+        if statement.startswith(TESTS):
+            conditions = True  # -z is true if a variable is not set
+            tested |= set(re.findall(r"-z\s+\"?\$\{?(\w+)", statement))
             continue
-        if statement.startswith(NO_COMMANDS):
-            conditions = True
+        if statement.startswith("echo "):
+            continue
+        if (found := _assignments(statement)) is not None:
+            for name, plus, value in found:
+                is_known = bool(variables.get(name) or os.environ.get(name))
+                if not (is_known and (is_conditional or name in tested)):
+                    _assign(variables, name, plus, value)
             continue
         raw = _split(_expand(statement, variables))
         parts = [part for word in raw for part in _parts(word, raw[0] == "eval")]
@@ -88,21 +101,42 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     )
 
 
-def _statements(text: str) -> Iterator[str]:
-    """Yield the statements of a script, without comments. Quotes and arrays may span several
-    lines."""
+def _statements(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the statements of a script, and whether each follows `[ ... ]` and `&&` or `||`.
+
+    Comments and the keywords `then`, `else` and `do` are left out.
+    """
     text = re.sub(r"(^|\s)#.*", r"\1", text).replace("\\\n", " ")
-    statement = ""
-    for line in text.splitlines():
-        statement = f"{statement}\n{line}" if statement else line
-        plain = re.sub(r"\\.|'[^']*'|\"(?:\\.|[^\"])*\"", "", statement)
-        is_array = re.match(r"\s*(?:\w+\s+)?\w+\+?=\(", statement)
-        if '"' in plain or "'" in plain or (is_array and plain.count("(") > plain.count(")")):
-            continue
-        yield statement.strip()
-        statement = ""
-    if statement:
-        yield statement.strip()
+    is_conditional = False
+    for separator, statement in _STATEMENT.findall(text):
+        statement = _BRANCH.sub("", statement.strip(), count=1)
+        is_conditional = is_conditional and separator in ("&&", "||")
+        yield statement, is_conditional
+        is_conditional = is_conditional or statement.startswith(("[", "test "))
+
+
+def _assignments(statement: str) -> list[tuple[str, str, str]] | None:
+    """Return (name, "+" or "", value) for each assignment in a statement.
+
+    Returns None if the statement is a command, such as `A=1 python train.py`.
+    """
+    words = _WORD.findall(_EXPORT.sub("", statement, count=1))
+    matches = [_ASSIGNMENT.fullmatch(word) for word in words]
+    if not all(matches) and not _EXPORT.match(statement):
+        return None
+    return [match.groups() for match in matches if match]
+
+
+def _assign(variables: dict[str, str], name: str, plus: str, value: str) -> None:
+    """Set a variable, or append to it if `plus` is not empty.
+
+    The output of a command, such as `$(wc -l hosts)`, is unknown, so the variable is unchanged.
+    """
+    if not value.startswith(("(", "$((")) and len(_split(value)) > 1:
+        return
+    inner = value[1:].removesuffix(")") if value.startswith("(") else value
+    value = " ".join(_split(_expand(inner, variables)))
+    variables[name] = f"{variables.get(name, '')} {value}" if plus else value
 
 
 def _parts(word: str, is_evaluated: bool) -> list[str]:
@@ -196,7 +230,8 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
         remarks.append(f"left out: {', '.join(left_out)}")
     for remark in remarks:
         print(f"note: {remark}", file=sys.stderr)
-    if unset := sorted(set(re.findall(r"\$\{?(\w+)", line))):
+    given = " ".join([*arguments, line])  # flags without a setting may also contain variables
+    if unset := sorted(set(re.findall(r"\$\{?(\w+)", given))):
         print(
             f"note: not set in the script: {', '.join(f'${name}' for name in unset)}",
             file=sys.stderr,
@@ -233,7 +268,14 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     """
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
-    numbers = {name: int(value) for name, value in pairs if value.isdecimal()}
+    numbers = {}
+    for name, value in pairs:
+        if name in TOTAL | PER_HOST | HOSTS and value.isdecimal():
+            if len(value) > 18:  # by default, Python refuses to convert thousands of digits
+                raise UsageError(
+                    f"convert: {name} {shorten(value)}: must be a whole number, less than 10^18"
+                )
+            numbers[name] = int(value)
 
     def find(names: set[str]) -> int | None:
         return next((numbers[name] for name in numbers if name in names), None)

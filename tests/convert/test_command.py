@@ -236,11 +236,143 @@ def test_flags_without_an_effect_are_not_a_failure(capsys):
     assert "left out" not in notes
 
 
-def test_a_slip_is_not_guessed(capsys):
-    line = "torchrun pretrain_gpt.py --train-iter 9 --seed 2"
-    command, notes = convert(capsys, line, status=1)
+@pytest.mark.parametrize(
+    ("typed", "setting", "meant"),
+    [
+        ("--lr-decay-stlye cosine", "optimizer.schedule=cosine", "--lr-decay-style"),
+        ("--global-batch-szie 768", "train.batch_size=768", "--global-batch-size"),
+        ("--mirco-batch-size 4", "train.batch_size_per_device=4", "--micro-batch-size"),
+        ("--micro-batchsize 4", "train.batch_size_per_device=4", "--micro-batch-size"),
+        ("--sequence-paralel", "parallel.sequence_parallel=True", "parallel.sequence_parallel"),
+        ("--qk-layernrom", "model.qk_norm=True", "--qk-layernorm"),
+        ("--data-path-cache cache", "", "--data-cache-path"),
+    ],
+)
+def test_a_misspelt_flag_is_corrected_with_a_remark(typed, setting, meant, capsys):
+    command, notes = convert(capsys, f"torchrun pretrain_gpt.py {typed} --seed 2")
+    assert set(command.split()[5:]) == {"train.seed=2", setting} - {""}
+    assert f"note: {typed.split()[0]}: unknown key; did you mean {meant}?\n" in notes
+    assert f"note: corrected: {typed}\n" in notes
+
+
+# These flags exist: the first two in MaxText, the third in Megatron-LM, the last in torchtitan.
+@pytest.mark.parametrize(
+    "flag",
+    ["--rope_min_timescale 4", "--v_head_dim 8", "--lr-warmup-init 0.1", "--model.name llama3"],
+)
+def test_a_flag_with_a_similar_name_is_not_a_slip(flag, capsys):
+    command, notes = convert(capsys, f"torchrun pretrain_gpt.py {flag} --seed 2", status=1)
     assert command == "python -m jaxgpt.train --config megatron train.seed=2"
-    assert "note: left out: --train-iter 9" in notes
+    assert f"note: left out: {flag}\n" in notes
+
+
+def test_a_misspelt_flag_does_not_replace_the_flag_itself(capsys):
+    line = "torchrun pretrain_gpt.py --global-batch-size 8 --global-batch-szie 16"
+    command, notes = convert(capsys, line, status=1)
+    assert command == "python -m jaxgpt.train --config megatron train.batch_size=8"
+    assert "note: left out: --global-batch-szie 16" in notes
+
+
+FLAGS = (
+    "--num-layers $NLAYERS --hidden-size $HIDDEN --tensor-model-parallel-size $TP "
+    "--pipeline-model-parallel-size $PP --micro-batch-size 4 --global-batch-size 1536"
+)
+ONE_PER_LINE = "NLAYERS=32\nHIDDEN=4096\nTP=2\nPP=4\n"
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ONE_PER_LINE,
+        "NLAYERS=32; HIDDEN=4096; TP=2; PP=4;",
+        "NLAYERS=32 && HIDDEN=4096 && TP=2 && PP=4",
+        "NLAYERS=32 HIDDEN=4096 TP=2 PP=4",
+        "export NLAYERS=32 HIDDEN=4096 TP=2 PP=4",
+        "declare -i NLAYERS=32 HIDDEN=$((NLAYERS * 128)) TP=2; readonly PP=$(( TP + 2 ))",
+        'A="x; TP=9 && y" B=(1 2; 3) NLAYERS=32 HIDDEN="4096"; TP=${TP:-2} PP=4',
+        'if [ -z "$A" ]; then NLAYERS=32 HIDDEN=4096; TP=2; else echo none; fi; PP=4',
+        "for i in 1 2; do NLAYERS=32; export HIDDEN=4096 TP=2; done; PP=4",
+        'TP=2; [[ "$DEBUG" ]] && TP=1 || NLAYERS=32; HIDDEN=4096 PP=4',
+        'TP=2\nif [ -z "$TP" ]; then\n  TP=8\nfi\nNLAYERS=32 HIDDEN=4096 PP=4',
+    ],
+)
+def test_several_assignments_may_share_a_line(assignments, capsys, monkeypatch):
+    for name in ("NLAYERS", "HIDDEN", "TP", "PP", "A"):
+        monkeypatch.delenv(name, raising=False)
+    command = f"mpiexec -n 192 python pretrain_gpt.py {FLAGS} > log 2>&1 &"
+    line, notes = convert(capsys, f"{assignments}\n{command}")
+    assert "not set in the script" not in notes
+    given = {"model.n_layer=32", "model.n_embd=4096", "stage=4,data=-1,tensor=2"}
+    # Megatron's formula: 1536 / (4 x (192 / (2 x 4)))
+    assert given | {"train.gradient_accumulation_steps=16"} <= set(line.split())
+
+
+@pytest.mark.parametrize("end", ["; N=8 | tee log", " 2>&1 | tee log", " &> log &", " >& log"])
+def test_the_command_may_share_a_line_with_its_assignments(end, capsys):
+    line, _ = convert(capsys, f"N=4; cd src && python train.py --n_layer=$N{end}")
+    assert line == "python -m jaxgpt.train --config gpt2 model.n_layer=4"
+
+
+def test_a_command_that_is_rewritten_with_sed_is_converted(capsys):
+    """From train_llama_nersc_perlmutter.sh in ALCF's Megatron-DeepSpeed."""
+    script = """\
+run="python train.py --n_layer=4"
+run=$(echo "${run}" | sed -e "s/ */ /g")
+eval "${run}"
+"""
+    line, _ = convert(capsys, script)
+    assert line == "python -m jaxgpt.train --config gpt2 model.n_layer=4"
+
+
+def test_every_unset_variable_and_every_dropped_flag_is_listed(capsys, monkeypatch):
+    for name in ("NLAYERS", "HIDDEN", "TP", "PP", "TB"):
+        monkeypatch.delenv(name, raising=False)
+    script = f"mpiexec -n 192 python pretrain_gpt.py {FLAGS} --tensorboard-dir $TB"
+    line, notes = convert(capsys, script, status=1)
+    assert "note: not set in the script: $HIDDEN, $NLAYERS, $PP, $TB, $TP\n" in notes
+    dropped = "--tensor-model-parallel-size $TP, --pipeline-model-parallel-size $PP"
+    assert f"note: left out: {dropped}\n" in notes
+    assert "accumulation" not in line  # it depends on the mesh
+    assert f"--micro-batch-size 4: ignored, because the mesh lacks {dropped}" in notes
+
+
+def test_a_size_that_depends_on_an_unset_variable_is_not_computed(capsys, monkeypatch):
+    monkeypatch.delenv("TP", raising=False)
+    flags = "--tokenizer-type GPT2BPETokenizer --tensor-model-parallel-size $TP --context 2"
+    line, notes = convert(capsys, f"torchrun pretrain_gpt.py {flags}", status=1)
+    assert "vocab_size" not in line  # padded to a multiple of 128 x TP
+    assert "use model.vocab_size=N, the padded size" in notes
+
+
+@pytest.mark.parametrize(
+    "steps", ["--lr-decay-iters $N", "--lr-warmup-iters $N", "--lr-decay-samples $N"]
+)
+def test_a_schedule_with_an_unset_variable_is_not_computed(steps, capsys, monkeypatch):
+    monkeypatch.delenv("N", raising=False)
+    line = f"torchrun pretrain_gpt.py --micro-batch-size 4 --train-iters 100 {steps}"
+    command, notes = convert(capsys, line, status=1 if "samples" in steps else 0)
+    assert "wsd" not in command and "optimizer.warmup_iters=0" not in command
+    assert ("=$N" in command) == ("samples" not in steps)
+    assert "Megatron's default, --lr-decay-style linear: use optimizer.schedule=wsd" in notes
+
+
+def test_a_note_gives_the_schedule_and_the_width_of_megatron_s_defaults(capsys):
+    line = "torchrun pretrain_gpt.py --micro-batch-size 4 --train-iters 100 --swiglu"
+    command, notes = convert(capsys, f"{line} --hidden-size 192")
+    settings = "optimizer.schedule=wsd optimizer.wsd_decay_iters=100"
+    assert set(settings.split()) <= set(command.split())
+    assert f"Megatron's default, --lr-decay-style linear: means {settings}\n" in notes
+    # 192 x 8/3, rounded down to a multiple of 64
+    assert "Megatron's default, --ffn-hidden-size 512: means model.mlp_hidden=512\n" in notes
+
+
+@pytest.mark.parametrize("option", ["-n", "--nnodes", "-ppn"])
+def test_a_number_of_thousands_of_digits_is_refused(option, capsys):
+    line = f"mpiexec {option} {'9' * 5000} python pretrain_gpt.py --num-layers 2"
+    with pytest.raises(SystemExit, match="2"):
+        main(["command", line])
+    assert f"{option} 999" in (error := capsys.readouterr().err)
+    assert "must be a whole number, less than 10^18" in error
 
 
 def test_a_variable_that_extends_an_unset_one_is_expanded_once(capsys):
