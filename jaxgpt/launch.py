@@ -20,8 +20,10 @@ from jaxgpt.cluster.launchers import (
 )
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.supervisor import Supervisor
-from jaxgpt.config import CommandParser, UsageError, whole_number
+from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
 from jaxgpt.perf.startup import JOB_START
+
+TRAIN = "jaxgpt.train"
 
 
 def parser() -> CommandParser:
@@ -65,7 +67,10 @@ def parser() -> CommandParser:
         default=0,
         help="keep the last K hosts free to replace hosts that fail",
     )
-    printed = "only print the command line, and the host and devices of each rank"
+    printed = (
+        "only print the command line, and the host and devices of each rank; if COMMAND runs "
+        f"{TRAIN}, also check its settings"
+    )
     out.add_argument("--print", action="store_true", help=printed)
     out.epilog = (
         "If COMMAND starts with python or python3, all hosts use the Python that runs "
@@ -92,6 +97,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(Supervisor(layout, launcher, command, *limits).run())
         line = [*launcher(layout, os.environ), *command]
         if arguments.print:
+            check_settings(command)
             for place in placement_lines(layout, os.environ):
                 print(f"launch: {place}", file=sys.stderr, flush=True)
             print(shlex.join(line))
@@ -116,6 +122,22 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
         alone = argv[end] in ("--print", "-h", "--help") or "=" in argv[end]
         end += 1 if alone else 2
     return argv[:end], argv[end:]
+
+
+def check_settings(command: list[str]) -> None:
+    """Raise `UsageError` if COMMAND runs jaxgpt.train and its settings are invalid."""
+    if TRAIN not in command or is_help(argv := command[command.index(TRAIN) + 1 :]):
+        return
+    from jaxgpt.optim import CHOICES
+    from jaxgpt.train.resume import initial_model, saved_settings
+
+    parse_args(
+        argv,
+        initial_model=initial_model,
+        saved_settings=saved_settings,
+        choices=CHOICES,
+        counts_devices_later=True,
+    )
 
 
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:

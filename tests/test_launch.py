@@ -195,6 +195,24 @@ def test_print_says_where_each_rank_is(monkeypatch, capsys):
     assert len(said.out.splitlines()) == 1  # the line to copy
 
 
+def test_print_checks_the_settings_of_training_without_jax(tmp_path):
+    own = str(Path(sys.executable).parent)
+    train = ("-n", "8", "--print", "--", "python", "-m", "jaxgpt.train", "--mesh", "8,1,1")
+    out = tmp_path / "out"
+    job = run("launch", *train, "optimizer.name=lion", "--out", out, PATH=own)
+    assert job.returncode == 0 and not out.exists(), job.stdout
+    assert job.stdout.splitlines()[-1].endswith(f" --mesh 8,1,1 optimizer.name=lion --out {out}")
+    for given, words in (
+        ("train.batchsize=3", "train.batchsize: unknown key; did you mean train.batch_size?"),
+        ("train.batch_size=3", "train.batch_size=3: must be a multiple of data x fsdp = 8"),
+        ("optimizer.name=lio", "optimizer.name=lio: must be one of"),
+    ):
+        job = run("launch", *train, given, PATH=own)
+        assert job.returncode == 2 and words in job.stdout, job.stdout
+    code = f"import sys, jaxgpt.launch as j; j.main({[*train]}); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_batch_script_of_slurms_is_no_launched_process(job):
     """A batch script has a task's variables, and a shell of salloc even has a step."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"}
