@@ -187,7 +187,8 @@ def test_a_job_goes_on_after_a_save_for_which_one_process_had_no_room(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "statuses"),
-    [("killed", range(1, 256)), pytest.param("interrupted", [130], marks=pytest.mark.long)],
+    # MPICH, Open MPI and Intel MPI have different statuses for a killed process.
+    [("killed", [9, 137, 255]), pytest.param("interrupted", [130], marks=pytest.mark.long)],
 )
 def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how, statuses):
     arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path, "train.eval_interval=5")
