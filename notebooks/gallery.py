@@ -1,8 +1,8 @@
 """The pictures in the README: `python notebooks/gallery.py [spike] [memory] [report]`.
 
 Without a name, all three pictures are drawn. This takes six minutes on two busy CPU cores. The
-pictures are written to `gallery/` beside this file. `report` needs a browser: `pip install
-playwright`, then `playwright install chromium`.
+pictures are written to `gallery/` beside this file. They need the `report` extra. The picture
+`report` also needs a browser: `pip install playwright`, then `playwright install chromium`.
 """
 
 import json
@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 FOLDER = Path(__file__).parent / "gallery"
@@ -55,6 +54,8 @@ def records(run):
 
 def draw_spike(folder):
     """Train on random tokens in steps 76 to 79, and plot the losses before and after the rewind."""
+    import matplotlib.pyplot as plt
+
     run = folder / "spike"
     jaxgpt("train", *RUN, *SPIKE, "--out", run)
     found = records(run)
@@ -78,6 +79,8 @@ def draw_spike(folder):
 
 def draw_memory(_):
     """Draw the memory per GPU that `jaxgpt.plan` estimates for gpt-7b on 8 GPUs."""
+    import matplotlib.pyplot as plt
+
     plans = [json.loads(jaxgpt("plan", *PLAN, *s.split())) for s in STRATEGIES.values()]
     parts = {
         "parameters": "#0072b2", "moments": "#56b4e9", "gradients": "#009e73",
@@ -127,5 +130,10 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         for name in sys.argv[1:] or PICTURES:
-            PICTURES[name](Path(scratch))
+            try:
+                PICTURES[name](Path(scratch))
+            except ModuleNotFoundError as error:
+                package = error.name.partition(".")[0]
+                source = "-e '.[report]'" if package == "matplotlib" else package
+                sys.exit(f"error: {name}: needs {package}; pip install {source}")
             print(f"wrote {FOLDER / name}.png")

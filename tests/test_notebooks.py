@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,22 @@ def test_committed_lesson_shows_its_outputs(path):
     pictures = [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
     assert pictures
     assert sum(len(base64.b64decode(picture)) for picture in pictures) < 400_000
+
+
+@pytest.mark.parametrize(
+    ("picture", "package", "source"),
+    [("memory", "matplotlib", "-e '.[report]'"), ("report", "playwright", "playwright")],
+)
+def test_a_picture_without_its_package_is_refused_in_a_sentence(picture, package, source):
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules['{package}'] = None\n"
+        f"sys.argv = ['gallery.py', '{picture}']\n"
+        f"runpy.run_path({str(FOLDER / 'gallery.py')!r}, run_name='__main__')"
+    )
+    job = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert job.returncode == 1
+    assert job.stderr == f"error: {picture}: needs {package}; pip install {source}\n"
 
 
 def test_the_readme_shows_each_picture_of_the_gallery_with_its_command():
