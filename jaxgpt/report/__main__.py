@@ -69,6 +69,13 @@ def main(argv: list[str] | None = None) -> None:
             return
         argv = sys.argv[1:] if argv is None else argv
         is_page = bool(argv) and argv[0] not in (*KINDS, "-h", "--help")
+        options = (word.partition("=")[0] for word in argv)
+        of_page = [name for name in options if name in ("--text", "--png", "--out", "-o")]
+        if argv[:1] == ["runs"] and of_page:
+            raise UsageError(
+                f"{of_page[0]}: not an option of the command runs, which lists runs; to "
+                "plot the folder runs, use python -m jaxgpt.report ./runs"
+            )
         given = parser().parse_args(["page", *argv] if is_page else argv)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
         if given.kind == "serve":

@@ -52,7 +52,7 @@ def spikes_table(records: list[dict[str, Any]]) -> str:
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"
-    headings = ("step", "event", "loss", "limit", "grad norm", "what was done", "worst rows")
+    headings = ("step", "event", "loss", "grad norm", "what was done", "worst rows")
     cells = ((str(step), *rest) for step, *rest in rows)
     return table_text(headings, cells, 160, title="Spikes, skips and rewinds")
 
@@ -66,8 +66,13 @@ def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
             (first, last), (from_, to) = r["dropped"], r["skip"]
             step = r["spike"]
             done = f"rewound to step {r['step']}, dropped {first}-{last}, skipped {from_}-{to}"
-        values = (r["loss"], r.get("limit"), r["grad_norm"])
-        numbers = ("-" if value is None else f"{value:.4g}" for value in values)
+        limits = {r["cause"]: r.get("limit")}
+        numbers = (_number_text(r[key], limits.get(key)) for key in ("loss", "grad_norm"))
         yield step, f"spike: {r['cause']}", *numbers, done, rows_text(r["rows"])
     for first, last in skipped_ranges(records):
-        yield first, "skip", "", "", "", f"{first}-{last} skipped", ""
+        yield first, "skip", "", "", f"{first}-{last} skipped", ""
+
+
+def _number_text(value: float | None, limit: float | None) -> str:
+    text = "-" if value is None else f"{value:.4g}"
+    return text if limit is None else f"{text} (limit {limit:.4g})"

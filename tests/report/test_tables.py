@@ -161,6 +161,8 @@ def test_mistakes_are_refused_in_a_sentence(tmp_path):
     for arguments, words in (
         ([tmp_path / "no"], f"RUN={tmp_path}/no: is not a folder; give the --out of a run"),
         ([empty], f"RUN={empty}: contains no metrics.jsonl; give the --out of a run"),
+        (["runs", "--text"], "--text: not an option of the command runs, which lists runs; to"),
+        (["runs", "--png=x"], "--png: not an option of the command runs"),
         (["startup", one, "--sort", "speed"], "--sort=speed: no such column; use run, start"),
         (
             [one, "--csv", tmp_path / "no" / "x.csv"],
@@ -198,8 +200,8 @@ def test_spikes_are_listed_and_drawn(tmp_path):
         (
             ("nonfinite", "skip_update", "3 (web @8192)"),
             ("8-11 skipped",),
-            ("loss", "7.25", "3.5", "4.5", "rewound to step 5, dropped 6-10, skipped 8-11"),
-            ("grad_norm", "log"),
+            (" 7.25 (limit 3.5) ", " 4.5 ", "rewound to step 5, dropped 6-10, skipped 8-11"),
+            ("grad_norm", " 7.25 ", " 4.5 (limit 3.5) ", "log"),
         ),
         strict=True,
     ):
