@@ -57,8 +57,11 @@ def expand_user(path: str, key: str = "") -> str:
 def in_words(error: Exception) -> str:
     """Return an error's message, without the error number or path of an `OSError`.
 
-    If there is no message, return the name of the error's type.
+    If there is no message, return the name of the error's type. The message of a `KeyError` is only
+    the missing key, so the type is added.
     """
+    if isinstance(error, KeyError):
+        return f"{type(error).__name__}: {error}"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 

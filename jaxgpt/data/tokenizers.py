@@ -345,7 +345,9 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     )
 
 
-def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: Path | str, end_of_text: str | None = None, names: str = "`byte`"
+) -> Tokenizer:
     """Load the tokenizer at a path given by the user.
 
     Args:
@@ -358,6 +360,7 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
             `eos_token` from tokenizer_config.json in the same folder, or a common name. If none of
             these names is in the vocabulary, the tokenizer has no end-of-text token. `end_of_text`
             is ignored for `byte`.
+        names: the names that the user may give instead of a path, for the error message.
 
     Raises:
         UsageError: if the tokenizer is missing or invalid, if `end_of_text` is not in its
@@ -386,7 +389,7 @@ def load_tokenizer(path: Path | str, end_of_text: str | None = None) -> Tokenize
     except Exception as error:  # `tokenizers` raises plain `Exception`
         package = "" if importlib.util.find_spec("tokenizers") else f", and {INSTALL_TOKENIZERS}"
         raise UsageError(
-            f"tokenizer {path}: cannot be read ({in_words(error)}); give `byte`, a {FILE}, a "
+            f"tokenizer {path}: cannot be read ({in_words(error)}); give {names}, a {FILE}, a "
             f"{SENTENCEPIECE}, or a folder that contains one of these or GPT-2's encoder.json "
             f"and vocab.bpe{package}"
         ) from None

@@ -131,9 +131,9 @@ class TensorBoard:
 
 def startup_table(values: Mapping[str, float]) -> str:
     """Return a Markdown table of the `values` of a `StartupRecord`: each phase and the total."""
-    columns = ("min", "mean", "max", "slowest_rank")
+    formats = {"min": ".4g", "mean": ".4g", "max": ".4g", "slowest_rank": ".0f"}
     lines = ["| seconds | min | mean | max | slowest rank |", "|---|---|---|---|---|"]
     for phase in (name.removesuffix("_max") for name in values if name.endswith("_max")):
-        numbers = " | ".join(f"{values[f'{phase}_{column}']:.4g}" for column in columns)
-        lines.append(f"| {phase.replace('_', ' ')} | {numbers} |")
+        numbers = (format(values[f"{phase}_{column}"], f) for column, f in formats.items())
+        lines.append(f"| {phase.replace('_', ' ')} | {' | '.join(numbers)} |")
     return "\n".join(lines)

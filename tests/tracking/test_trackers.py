@@ -259,18 +259,24 @@ def test_a_record_that_always_fails_is_dropped_but_a_rewind_never_is(monkeypatch
     assert server.heard == [("open", None), ("rewind", 0), ("log", 2), ("close",)]
 
 
-def test_a_mistake_in_a_tracker_is_located(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (lambda r: 1 / (r.step - r.step), "division by zero"),
+        (lambda _: {}["lss"], "KeyError: 'lss'"),
+    ],
+)
+def test_a_mistake_in_a_tracker_is_located(monkeypatch, tmp_path, mistake, words):
     class Broken(Server):
-        def log(self, record):
-            return 1 / (record.step - record.step)
+        log = staticmethod(mistake)
 
     trackers, said = trackers_with(Broken(), tmp_path, monkeypatch)
     trackers.log(trained(1))
     wait_until(lambda: trackers._all["train.trackers=hosted"]._error is not None)
     trackers.log(trained(2))
     trackers.close()
-    line = Broken.log.__code__.co_firstlineno + 1
-    assert f"division by zero (test_trackers.py, line {line}); it will be retried" in said[0]
+    line = mistake.__code__.co_firstlineno
+    assert f"failed: {words} (test_trackers.py, line {line}); it will be retried" in said[0]
     assert said[-1].endswith("it has lost 2 records; it is incomplete")
 
 

@@ -335,13 +335,13 @@ def test_start_up_times_are_one_table_and_no_curves(tmp_path):
     config = load_config("tiny")
     tracker.open(SimpleNamespace(directory=tmp_path, config=config), None)
     values = {"processes": 2, "compile_min": 1.5, "compile_mean": 2.0, "compile_max": 2.5}
-    tracker.log(StartupRecord(step=1, values=values | {"compile_slowest_rank": 1}))
+    tracker.log(StartupRecord(step=1, values=values | {"compile_slowest_rank": 12345}))
     tracker.close()
     events = tensorboard_of(tmp_path)
     assert events.Tags()["scalars"] == []
     (text,) = events.Tensors("startup/text_summary")
     table = text.tensor_proto.string_val[0].decode()
-    assert table.splitlines()[2:] == ["| compile | 1.5 | 2 | 2.5 | 1 |"]
+    assert table.splitlines()[2:] == ["| compile | 1.5 | 2 | 2.5 | 12345 |"]
 
 
 def test_a_tracker_without_its_package_is_refused_with_the_fix(monkeypatch):

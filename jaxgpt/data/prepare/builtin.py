@@ -107,7 +107,8 @@ def prepare_text(
     files = find_files(inputs)
     name, encoder = str(tokenizer), tokenizer
     if isinstance(tokenizer, str):
-        encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text)
+        names = "`byte`" if megatron else "`char`, `byte`"
+        encoder = None if tokenizer == "char" else load_tokenizer(tokenizer, end_of_text, names)
     corpus = Corpus(files, LineFormat(json_key, name, chat_template), val_share, split)
     if chat_template and corpus.is_text:
         raise UsageError(

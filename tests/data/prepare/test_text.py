@@ -208,6 +208,10 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(UsageError, match="empty: contains no files named .txt, .*give the files"):
         prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    for megatron, names in ((False, "`char`, `byte`, a"), (True, "`byte`, a")):
+        words = f"tokenizer no: cannot be read .* give {names} tokenizer.json"
+        with pytest.raises(UsageError, match=words):
+            prepare_text(tmp_path / "d", [tmp_path / "a.txt"], "no", megatron=megatron)
     with pytest.raises(UsageError, match="differ, because only one of them has prompts"):
         prepare_text(tmp_path / "d", [tmp_path], "byte")
     for name, tokenizer in (("pipe.txt", "byte"), ("pipe.jsonl", "char")):
