@@ -94,8 +94,8 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     """Measure the time to save a checkpoint, until all files are on disk.
 
-    This replaces any earlier checkpoint in the job's folder. Returns two times in seconds, each
-    of the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
+    This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
+    for the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
     until training can continue. All processes call this together. Raises `OSError` if an earlier
     checkpoint cannot be removed. Also raises whatever `Checkpoints.save` and `Checkpoints.close`
     raise.

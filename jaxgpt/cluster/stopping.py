@@ -57,7 +57,7 @@ class StopSignal:
     ):
         """Start catching `SIGNALS`; call this in the main thread.
 
-        This starts the monitor's thread and, with a time limit, the process's alarm timer.
+        This starts the monitor's thread and, if there is a time limit, the process's alarm timer.
 
         Args:
             monitor: its thread receives signals at once, whereas Python's handlers would wait until

@@ -174,7 +174,7 @@ def _guess_key(key: str) -> str | None:
     """Return the setting that an unknown key probably means, or None.
 
     Keys in other sections must match more closely, because other programs have flags with similar
-    names and different meanings. For example, exit_interval does not mean eval_interval.
+    names and different meanings. For example, exit_interval is not a typo of eval_interval.
     """
     section, _, last = key.rpartition(".")
     lasts = {name.rpartition(".")[2]: name for name in settings()}

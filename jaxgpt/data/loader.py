@@ -99,7 +99,7 @@ class Loader:
     ) -> "Loader":
         """Return a loader for microbatches of a split, with a different seed from training.
 
-        Each step of this loader is one microbatch, and the first step is 1.
+        Each step of this loader is one microbatch. Steps are numbered from 1.
         """
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)

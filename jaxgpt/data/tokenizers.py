@@ -28,7 +28,7 @@ SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
 _CONTEXT = 128  # characters to encode on each side of a split point to verify it
-# `same_tokens` encodes this text, because most tokenizers split it differently.
+# `same_tokens` encodes this text. Two tokenizers rarely split it in the same way.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
 # following space or newline, and their patterns have no lookbehind.

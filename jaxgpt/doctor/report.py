@@ -40,11 +40,11 @@ def run_checks(
 ) -> int:
     """Run all checks, print the report on process 0, and return an exit status.
 
-    `found` is the result of `initialize_jax`. `shape` is a mesh of all devices. If it is None,
-    `default_mesh_shape` chooses the mesh. `directory` is the run directory to check. If a
-    collective fails, the training check fails without training. Every process must call this. The
-    status is 1 if a check is FAIL, otherwise 0. If the monitor detects a hang, the job ends with
-    status 70. Raises whatever `collect_facts` and `directory_checks` raise.
+    `found` is the result of `initialize_jax`. `shape` is the shape of a mesh that covers all
+    devices. If it is None, `default_mesh_shape` chooses the mesh. `directory` is the run directory
+    to check. If a collective fails, the training check fails without training. Every process must
+    call this. The status is 1 if a check is FAIL, otherwise 0. If the monitor detects a hang, the
+    job ends with status 70. Raises whatever `collect_facts` and `directory_checks` raise.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")

@@ -66,7 +66,7 @@ def stacked_in_host(
 ) -> Callable[[jax.Array], nnx.Module]:
     """Return a function that takes L keys, and makes L stacked blocks in host memory.
 
-    It makes one block at a time on the device.
+    It generates one block at a time on the device.
 
     Args:
         make_block: function that makes one block from one key.

@@ -15,8 +15,8 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
     The dict has the `seconds` of each phase, the `total` seconds since the process started, and the
-    Unix time `process_start`. Its `compile_cache` is a `str(CacheUse)`. The phase `job start` is
-    the time from the start of the job to the start of the process, if known. Call this at the end
+    Unix time `process_start`. Its `compile_cache` is a `str(CacheUse)`. The `job start`
+    phase is the time from job start to process start, if known. Call this at the end
     of the first step.
     """
     phases, total = clock.seconds(), clock.elapsed()

@@ -1,4 +1,4 @@
-"""Limit on the number of unfinished programs."""
+"""Limit on the number of programs in flight."""
 
 from collections import deque
 from typing import Any

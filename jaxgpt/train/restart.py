@@ -204,7 +204,7 @@ def load_weights(
     model.block_size rows. All processes call this together.
 
     Raises:
-        DamagedCheckpoint: on every process, if the arrays of the weights are damaged.
+        DamagedCheckpoint: on every process, if the weight arrays are damaged.
         UsageError: on every process, if any process cannot read the weights, or if their JSON is
             damaged.
         RuntimeError: if JAX fails, for example because it runs out of memory.

@@ -51,7 +51,7 @@ class LineReader:
         return self._keys or tuple(key for keys in KINDS for key in keys)
 
     def read(self, line: bytes, where: str) -> LineDocument:
-        """Return the document in a line. `where` is the line's location, for error messages.
+        """Parse a line and return its document. `where` is the line's location, for error messages.
 
         Raises:
             UsageError: if the line is not a valid document, matches several kinds, or differs in

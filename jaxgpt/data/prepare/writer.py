@@ -57,7 +57,7 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 
     Raises:
         OSError: if `directory` cannot be written.
-        UsageError: if a mask is too short, or if a sample of it has a byte other than 0 or 1.
+        UsageError: if a mask is too short, or if a spot check finds a byte other than 0 or 1.
     """
     with scratch_folder(directory) as scratch:
         yield scratch

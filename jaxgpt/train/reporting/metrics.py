@@ -32,9 +32,10 @@ class MetricsBuffer:
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
         """Add the metrics of a step (None if it was skipped); return the metrics to report now.
 
-        All buffered metrics are returned every train.log_interval steps, after the first trained
-        step, and if `everything` is set. Otherwise, if the previous trained step calls for a
-        rewind, the metrics up to that step are returned. In all other cases, the result is empty.
+        All buffered metrics are returned every train.log_interval steps, after the first step that
+        is not skipped, and if `everything` is set. Otherwise, if the previous training step calls
+        for a rewind, the metrics up to that step are returned. In all other cases, the result is
+        empty.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
