@@ -320,14 +320,15 @@ def train_command(
 ) -> tuple[str, list[str], list[str]]:
     """Translate another program's arguments.
 
-    Returns the jaxgpt.train command, a list of remarks, and a list of the arguments and invalid
-    values that are left out of the command. `config` is the preset to use if the arguments neither
-    select a preset nor identify the other program. None means no preset. `quote` quotes an argument
-    for the shell. `n_devices` is the number of devices, or None if it is unknown. A value with a
-    shell variable, such as $SIZE, is copied unchecked unless it needs conversion. Choices that
-    higher layers define, such as `optimizer.name`, are not checked. Invalid values with a known fix
-    are corrected, and so are misspelt keys. The remarks explain each correction and omission. If
-    `argv` refers to a DeepSpeed configuration, that file is read.
+    Returns the jaxgpt.train command, a list of remarks, and a list of the arguments and values that
+    could not be translated. Arguments without an effect in jaxgpt appear only in the remarks.
+    `config` is the preset to use if the arguments neither select a preset nor identify the other
+    program. None means no preset. `quote` quotes an argument for the shell. `n_devices` is the
+    number of devices, or None if it is unknown. A value with a shell variable, such as $SIZE, is
+    copied unchecked unless it needs conversion. Choices that higher layers define, such as
+    `optimizer.name`, are not checked. Invalid values with a known fix are corrected, and so are
+    misspelt keys. The remarks explain each correction and omission, except flags of other programs
+    that are set to false. If `argv` refers to a DeepSpeed configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
