@@ -1,4 +1,4 @@
-"""Time per step with changed settings, XLA options or JAX options, compared with no change.
+"""Time per step with and without changes to settings, XLA options or JAX options.
 
 All variants of the step are compiled in one process, and take turns training the same state.
 """
@@ -37,11 +37,11 @@ class Change(NamedTuple):
 def run(
     settings: Sequence[str], change: Sequence[str], steps: int | None = None, rounds: int = ROUNDS
 ) -> Result:
-    """Time the compiled step without a change and with each `change`.
+    """Time the unchanged compiled step, and the step with each `change`.
 
-    `settings` are command-line settings, and `parse_change` describes a change. In each of the
-    `rounds` rounds, every variant runs `steps` steps. By default, `steps_per_round` chooses the
-    number of steps. All variants use random tokens as data.
+    `settings` are command-line settings. See `parse_change` for the format of a change. In each of
+    the `rounds` rounds, every variant runs `steps` steps. If `steps` is None, `steps_per_round`
+    chooses the number of steps. All variants use random tokens as data.
 
     Raises `UsageError` if the job has several processes, if a setting is invalid, if JAX or XLA
     rejects an option, or if changed settings have no effect on the step. Also raises `UsageError`
@@ -95,7 +95,7 @@ def run(
 
 
 def parse_change(text: str, settings: Sequence[str]) -> Change:
-    """Return the change that `text` describes. `settings` are those of the unchanged step.
+    """Return the change that `text` describes. `settings` are the settings of the unchanged step.
 
     Words that begin with xla_ or jax_ (with or without --) are XLA or JAX options. All other words
     are settings. Values of JAX options are parsed as YAML. Values of XLA options are strings,
@@ -133,7 +133,7 @@ def _shared(config: Config) -> tuple[Any, ...]:
 def _time_rounds(
     job: Job, base: Rounds, programs: dict[str, Callable[..., Any]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Time each program in turn. Return the seconds per step of each program in each round."""
+    """Time all programs in each round. Return each program's seconds per step, by round."""
     found: dict[str, list[float]] = {text: [] for text in programs}
     for number in range(rounds):
         job.log(f"round {number + 1} of {rounds}, {steps} steps of each variant")

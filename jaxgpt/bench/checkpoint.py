@@ -1,7 +1,7 @@
 """Time to save and restore a checkpoint, compared with plain files of the same sizes.
 
-Both are timed until the data is on disk. TensorStore calls fsync for every file that holds arrays.
-Before files are read, they are dropped from the page cache.
+Writes are timed until the data is on disk. TensorStore calls fsync for every file that holds
+arrays. Before files are read, they are dropped from the page cache.
 """
 
 import os
@@ -32,7 +32,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings. By default, the
     checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
-    directory. If checkpoint.local is set, empty folders remain there.
+    directory. If checkpoint.local is set, empty folders are left in it.
 
     Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
     fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever
@@ -81,8 +81,9 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
-    A round is a dict with all results of `save`, `restore`, `_write_files` and `_read_files`. The
-    result has the same keys, plus the relative speeds `save_ratio` and `restore_ratio` (1 = equal).
+    Each round is a dict that combines the results of `save`, `restore`, `_write_files` and
+    `_read_files`. The result has the same keys, plus the relative speeds `save_ratio` and
+    `restore_ratio` (1 = equal).
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):
@@ -92,7 +93,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 
 
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
-    """Measure the time to save a checkpoint, until all files are on disk.
+    """Measure how long it takes until all files of a checkpoint are on disk.
 
     This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
     for the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
@@ -120,7 +121,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
 
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
-    """Measure the time to restore the checkpoint that `save` wrote, and verify its checksums.
+    """Measure the time to restore and verify the checkpoint that `save` wrote.
 
     Returns `restore_seconds`, the time of the slowest process in seconds. All processes call this
     together. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever
@@ -143,12 +144,12 @@ def _file_sizes(job: Job) -> list[int]:
 
 
 def _write_files(job: Job) -> dict[str, float]:
-    """Measure the time to write plain files of the checkpoint files' sizes to disk."""
+    """Measure the time to write plain files to disk, with the sizes of the checkpoint files."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 
     def write() -> None:
-        # Each process writes a share of the files, as with Orbax.
+        # Each process writes a share of the files, as in an Orbax save.
         for number in range(job.cluster.rank, len(sizes), job.cluster.size):
             with (folder / str(number)).open("wb") as file:
                 file.write(largest[: sizes[number]])
@@ -159,7 +160,7 @@ def _write_files(job: Job) -> dict[str, float]:
 
 
 def _read_files(job: Job) -> dict[str, float]:
-    """Measure the time to read the plain files into newly allocated memory, as in a restore."""
+    """Measure the time to read the plain files into newly allocated memory, as a restore does."""
     _drop_cached(job, "plain")
     files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
     return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}

@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 
 def as_json(result: Result) -> str:
-    """Return a JSON object on one line, with the values of the result and of `environment`."""
+    """Return the values of the result and of `environment` as a single-line JSON object."""
     bare = {k: v.value if isinstance(v, Value) else v for k, v in result.items()}
     return json.dumps(bare | environment())
 
@@ -73,10 +73,10 @@ def as_table(result: Result) -> str:
 def format_value(value: Any, unit: str = "") -> str:
     """Format a number, or every number in a dict or list, with an SI prefix and a unit (`74.3 ms`).
 
-    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. Numbers
-    without a unit, or with the unit x, get no prefix. Integers among them are shown exactly and
-    without the x. All other numbers are rounded. Text and booleans get no unit. None is shown as
-    `not known`. Numbers must be of type int or float.
+    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. If there is
+    no unit, or the unit is x, numbers get no prefix, and integers are shown exactly and without the
+    x. All other numbers are rounded. Text and booleans get no unit. None is shown as `not known`.
+    Numbers must be of type int or float.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -130,7 +130,7 @@ class Job:
     """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache. Return `config` with the vocabulary, and the mesh.
+        """Start JAX without a compile cache. Return `config` with its vocabulary set, and the mesh.
 
         Every process must call this. Raises whatever `with_vocabulary`, `initialize_jax` and
         `job_mesh` raise.
@@ -146,7 +146,7 @@ class Job:
             print(f"... {message}", file=sys.stderr, flush=True)
 
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
-        """Call a function. Return this process's result and the seconds of the slowest process.
+        """Call a function. Return this process's result and the slowest process's time in seconds.
 
         All processes call this together.
         """

@@ -1,4 +1,4 @@
-"""Tokens loaded per second from files into global arrays, compared with reading a memory map.
+"""Speed of loading tokens from files into global arrays, compared with reading a memory map.
 
 The rows of the memory map are read as in nanoGPT's get_batch: from random positions and without
 checks. They are not copied to a device.
@@ -25,11 +25,11 @@ ROUNDS = 5
 
 
 def run(settings: Sequence[str], batches: int = 40) -> Result:
-    """Time five rounds of loading `batches` global batches, after a warm-up.
+    """After a warm-up, time five rounds that each load `batches` global batches.
 
-    Each round also times direct reads of about as many rows from a memory map. `settings` are
-    command-line settings. Raises `UsageError` if the data cannot be read. Also raises whatever
-    `parse_args`, `open_job` and `Job.start_jax` raise.
+    Each round also times direct reads of about the same number of rows from a memory map.
+    `settings` are command-line settings. Raises `UsageError` if the data cannot be read. Also
+    raises whatever `parse_args`, `open_job` and `Job.start_jax` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:

@@ -125,7 +125,7 @@ class Rounds:
 
 
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
-    """Return a config with existing data, and a description of the data.
+    """Return a config whose data exists, and a description of the data.
 
     Random tokens in the job's folder replace the data if `synthetic` is set, or if the train.bin of
     data.dataset is missing. The dataset `python` counts as present, because `prepare_run` creates

@@ -1,4 +1,4 @@
-"""Time to generate text with the KV cache, for the first token and for the whole text."""
+"""Time to generate the first token, and the whole text, with the KV cache."""
 
 import statistics
 from collections.abc import Sequence

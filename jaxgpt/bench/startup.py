@@ -29,11 +29,11 @@ ONE_STEP = (
 
 
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
-    """Time `runs` cold starts of jaxgpt.train, alternating with as many warm starts.
+    """Time `runs` cold starts and `runs` warm starts of jaxgpt.train, in alternation.
 
-    `settings` are command-line settings. For each start, mpiexec starts `processes` processes. If
-    `processes` is None, each start is a single process without mpiexec. With compile_cache=off,
-    warm starts also compile.
+    `settings` are command-line settings. Each start runs `processes` processes under mpiexec. If
+    `processes` is None, each start is a single process without mpiexec. If compile_cache=off is
+    set, warm starts also compile.
 
     Raises `UsageError` if a setting is invalid, if jaxgpt.train reports a usage error, if step 1 is
     skipped, if mpiexec is needed but missing, or if a launcher started this process. Raises

@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
-Rounds of the trainer's loop alternate with rounds of the compiled step alone, which reuse one
-batch, and with a large matmul. All three therefore see the same machine load.
+Each round times the trainer's loop, the compiled step alone (on a single batch) and a large matmul.
+All three therefore see the same machine load.
 """
 
 import statistics
@@ -34,11 +34,11 @@ def run(
     profile: Path | None = None,
     rounds: int = ROUNDS,
 ) -> Result:
-    """Time training steps in the trainer's loop and alone, in `rounds` rounds of `steps` steps.
+    """Time `rounds` rounds of `steps` steps, both in the trainer's loop and with the step alone.
 
-    By default, `steps_per_round` chooses the number of steps. `settings` are command-line settings.
-    `synthetic` replaces the data with random tokens. `profile` is the folder for a trace of five
-    more steps.
+    If `steps` is None, `steps_per_round` chooses the number of steps. `settings` are command-line
+    settings. If `synthetic` is set, random tokens replace the data. If `profile` is set, a trace of
+    five more steps is written to this folder.
 
     Raises `UsageError` if a setting is invalid, or if `profile` is not writable. Also raises
     whatever `open_job`, `Rounds`, `measure` and `Rounds.profile` raise.
@@ -89,7 +89,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
 
 
 def steps_per_round(rounds: Rounds) -> int:
-    """Return how many steps take about `ROUND_SECONDS`, between 1 and `MAX_STEPS`.
+    """Return the number of steps (1 to `MAX_STEPS`) that take about `ROUND_SECONDS`.
 
     Runs `WARM_UP` steps to measure the step time. All processes call this together.
     """

@@ -122,7 +122,7 @@ class Checkpoints:
         """Return whether checkpoint.interval or checkpoint.interval_minutes requires a save now.
 
         All processes call this together after each step. checkpoint.interval_minutes is checked
-        only every train.log_interval steps, on the clock of process 0.
+        only every train.log_interval steps, by process 0's clock.
         """
         checkpoint, train = self._config.checkpoint, self._config.train
         if should_run_every(step, checkpoint.interval):
@@ -528,7 +528,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 def silence_orbax() -> None:
     """Silence Orbax, which logs every save and every error that it raises.
 
-    This silences the absl and asyncio loggers of the process and one warning, and replaces
+    In the whole process, this silences the absl and asyncio loggers and one warning, and replaces
     `sys.unraisablehook`.
 
     If one array fails, Orbax closes the event loop that the other arrays still use, and some

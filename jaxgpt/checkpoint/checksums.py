@@ -25,9 +25,9 @@ HOST_CHUNK_ELEMENTS = 2**16  # smaller limit on the host, so that a chunk fits i
 def checksums(tree: Any) -> dict[str, int]:
     """Return the 32-bit checksum of each array in a tree, by path (such as params/norm/scale).
 
-    A checksum is the sum of hashes of each element's bits and position, modulo 2^32, so it does not
-    depend on the sharding. Changing a single element always changes the checksum. All processes
-    call this together.
+    Each element's bits and position are hashed. The checksum is the sum of all hashes modulo 2^32,
+    so it does not depend on the sharding. Changing a single element always changes the checksum.
+    All processes call this together.
 
     There must be at least one array. Each array must have at least one element, a numeric dtype of
     8 to 32 bits, and a `NamedSharding`. All shardings must use the same mesh.

@@ -82,7 +82,7 @@ class LocalFolder:
         run directory ends `log_interval` or more steps before a checkpoint, a restart may have
         abandoned the checkpoint, so it is renamed to STEP.stale. A missing metrics.jsonl counts as
         ending at step 0. A checkpoint with damaged JSON is not copied, and a log line reports the
-        damage. The list is empty if nothing is copied, renamed or damaged. Call this only on
+        damage. If nothing is copied, renamed or damaged, there are no log lines. Call this only on
         process 0.
 
         Raises:
@@ -120,7 +120,7 @@ class LocalFolder:
         return notes
 
     def copy_to_run(self, step: int) -> None:
-        """Copy a checkpoint to the run directory, where it is either complete or absent.
+        """Copy a checkpoint atomically to the run directory.
 
         If this succeeds, remove the checkpoint and older checkpoints from the local folder. Raises
         `OSError` if the checkpoint cannot be copied, for example because the run directory already

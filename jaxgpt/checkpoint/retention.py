@@ -1,4 +1,4 @@
-"""The choice of checkpoints to keep."""
+"""Retention policy for checkpoints."""
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence

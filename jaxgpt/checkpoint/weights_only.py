@@ -146,7 +146,7 @@ class WeightsReader:
                     yield from ((start + i, layer) for i, layer in enumerate(block))
                 else:
                     yield start, block
-        except ValueError as error:  # raised by TensorStore, or above
+        except ValueError as error:  # raised by TensorStore or the shape check
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"{self._folder}: cannot be read ({reason}); {remedy}") from None
         if total % 2**32 != self._checksums.get(f"params/{weight.name}"):

@@ -126,9 +126,10 @@ def job_name(environ: Mapping[str, str]) -> str:
     If one of `JOB_NAMES` is set, processes on all hosts share the name. Concurrent jobs may also
     share it, if they run in the same PBS or Slurm job and their launchers set no job ID.
 
-    Otherwise, processes on one host share a name if their session leaders have the same parent.
-    This also applies to other jobs, for example in a second tmux window or notebook. If a session
-    leader has exited, or there is no /proc, unrelated jobs may share a name.
+    If none is set, two processes on the same host share a name if their session leaders have the
+    same parent, even if the processes belong to different jobs (for example, in two tmux windows or
+    notebooks). If a session leader has exited, or there is no /proc, unrelated jobs may share a
+    name.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
@@ -193,9 +194,10 @@ def check_address(key: str, address: str) -> None:
 
 
 def read_int(environ: Mapping[str, str], key: str | None) -> int | None:
-    """Return a variable's integer, or None if `key` is None or the variable is unset or empty.
+    """Return the environment variable `key` as an integer.
 
-    Raises `UsageError` if the value is not a whole number.
+    Returns None if `key` is None, or if the variable is unset or empty. Raises `UsageError` if the
+    value is not a whole number.
     """
     value = (environ.get(key) if key else None) or None  # treat an empty value as unset
     if value is not None and not value.isdecimal():

@@ -20,8 +20,8 @@ VISIBLE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# Part of a JAX plugin's name -> its device files (except renderD, which integrated GPUs also have),
-# and the variables and values that hide its devices.
+# Part of a JAX plugin's name -> the plugin's device files (except renderD, which integrated GPUs
+# also have), and the variables and values that hide these devices.
 ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
     "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),

@@ -102,7 +102,7 @@ def expand_node_list(text: str, variable: str = "SLURM_JOB_NODELIST") -> tuple[s
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expand `001-003,007`, keeping leading zeros. Return an empty list if malformed."""
+    """Expand `001-003,007`, keeping leading zeros. Return [] if `ranges` is malformed."""
     out: list[str] = []
     for word in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
@@ -119,7 +119,7 @@ def address_towards(host: str) -> str:
     Raises `OSError` if `host` is malformed or does not resolve, or if there is no route to it.
     """
     for family, kind, _, _, address in _resolve(host, 9, socket.SOCK_DGRAM):
-        # This host may have a route for only one of IPv4 and IPv6.
+        # This host may have an IPv4 route but no IPv6 route, or vice versa.
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
             s.connect(address)  # selects the interface without sending a packet
             return s.getsockname()[0]
@@ -136,9 +136,9 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 def reachable_name() -> str:
     """Return a name or address at which other hosts can reach this host.
 
-    This is the host's name, unless it does not resolve or resolves to a loopback address. In that
-    case, it is this host's address on the route to 10.255.255.255 (usually the default route). If
-    there is no such route, the name is returned anyway.
+    Returns the host's name if it resolves and none of its addresses is a loopback address.
+    Otherwise, returns this host's address on the route to 10.255.255.255 (usually the default
+    route). If there is no such route, returns the name anyway.
     """
     name = socket.getfqdn()
     try:

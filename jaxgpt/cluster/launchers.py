@@ -38,7 +38,7 @@ class ProcessLayout:
     per_host: int
     reason: str  # reason for `per_host`, for the log
     machine: Machine | None
-    spares: tuple[str, ...] = ()  # hosts of the job without processes
+    spares: tuple[str, ...] = ()  # hosts of the job that run no processes
 
     @property
     def is_local(self) -> bool:
@@ -51,7 +51,7 @@ class ProcessLayout:
         return f"{n} process{'es' * (n > 1)} on {counted}{self.named_by} ({self.reason})"
 
 
-# Function that builds the launch command for a layout, excluding the command of the processes.
+# Function that builds the launch command for a layout, without the command that the processes run.
 # Raises `UsageError` if an environment variable is invalid.
 Launcher = Callable[[ProcessLayout, Mapping[str, str]], list[str]]
 
@@ -77,8 +77,8 @@ def place_processes(
         spare: number of hosts to keep free, at the end of the list.
 
     Raises:
-        UsageError: if the processes do not fit the hosts, their slots or their devices, or if the
-            host list or an environment variable is invalid, or if `spare` leaves no host.
+        UsageError: if the processes do not fit the hosts, their slots or their devices, if `spare`
+            leaves no host, or if the host list or an environment variable is invalid.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
@@ -128,7 +128,7 @@ def place_processes(
 
 
 def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
-    """Return `layout` on other hosts of its job, with as many processes per host as before.
+    """Return `layout` moved to other hosts of its job, with the same number of processes per host.
 
     `spares` is not updated.
     """
@@ -191,16 +191,16 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
-    """Return the launcher for `layout`, and its name with the reason for choosing it.
+    """Return the launcher for `layout`, and a string with its name and the reason for choosing it.
 
     On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
     mpiexec that is installed with this Python. In a Slurm job, the launcher is srun unless
-    PBS_NODEFILE or HOSTFILE lists the hosts. Otherwise, the launcher is an mpiexec, identified by
-    the output of its --version.
+    PBS_NODEFILE or HOSTFILE lists the hosts. In all other cases, the launcher is an mpiexec,
+    identified by the output of `mpiexec --version`.
 
     Raises:
         UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher,
-            cannot be run, or does not answer within `SLOW_DISK` seconds.
+            cannot be run, or does not respond within `SLOW_DISK` seconds.
     """
     own, site = _own_mpiexec(), _site(layout, environ)
     unused = f"; {own} is not used" if own else ""

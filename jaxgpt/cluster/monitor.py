@@ -80,12 +80,12 @@ class Peer:
 class Monitor:
     """Monitors a job from one of its processes, and terminates it if any process fails or hangs.
 
-    Hangs are detected only with a `HangLimit`. A single-process job calls `start` instead of
+    Hangs are detected only if a `HangLimit` is given. A single-process job calls `start` instead of
     `connect`, to detect hangs.
     """
 
     def __init__(self, limit: HangLimit | None = None):
-        """Create a monitor without starting its thread. Without `limit`, hangs are not detected."""
+        """Create a monitor without starting its thread."""
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
@@ -95,7 +95,7 @@ class Monitor:
         self._limit = limit
         self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
         self._progress, self._words = Progress(), ""
-        self._allowed = self._spent = 0.0  # seconds, for the current activity
+        self._allowed = self._spent = 0.0  # limit and time so far of the current activity
         self._peers: dict[int, Peer] = {}
         self._parts: dict[int, Any] = {}  # on process 0: values of the current collective
         self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
@@ -145,9 +145,9 @@ class Monitor:
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
         """Report the start of `activity`.
 
-        With a `HangLimit`, the job ends with status 70 if the activity takes longer than both the
-        limit and `min_seconds`. A single-process job must call `start` first. All processes must
-        report the same activities in the same order.
+        If there is a `HangLimit`, the job ends with status 70 when the activity takes longer than
+        both the limit and `min_seconds`. A single-process job must call `start` first. All
+        processes must report the same activities in the same order.
         """
         self._allowed = max(min_seconds, self._limit.seconds if self._limit else 0.0)
         self._progress, self._spent = Progress(self._progress.number + 1, activity), 0.0
@@ -157,9 +157,9 @@ class Monitor:
             self._loop.call_soon_threadsafe(self._loop.call_later, delay, self._announce)
 
     def send(self, words: str) -> None:
-        """Piggyback a message on the heartbeats to process 0, which keeps it in `received`.
+        """Piggyback a message on the heartbeats to process 0, which stores it in `received`.
 
-        It replaces the previous message, and must not be empty.
+        The message replaces the previous one, and must not be empty.
         """
         self._words = words
         if self.rank == 0:
@@ -201,12 +201,12 @@ class Monitor:
         """Terminate this process with status 1 if the block takes longer than `timeout` seconds.
 
         The block starts MPI, which waits for all processes. The waiting process with the lowest
-        rank prints the missing ranks (at most 20, and none if the number of processes is unknown)
-        and exits, and the launcher then terminates the job. Processes
-        with higher ranks exit `ANSWER` seconds later. If the hosts do not share the home directory,
-        processes on other hosts count as missing. If this directory is not writable, process 0
-        exits first, without listing ranks. This starts the thread, which may create files in
-        ~/.cache/jaxgpt and removes them afterwards.
+        rank prints the missing ranks and exits, and the launcher then terminates the job. At most
+        20 ranks are printed, and none if the number of processes is unknown. Processes with higher
+        ranks exit `ANSWER` seconds later. If the hosts do not share the home directory, processes
+        on other hosts count as missing. If this directory is not writable, process 0 exits first,
+        without listing ranks. This starts the thread, which may create files in ~/.cache/jaxgpt and
+        removes them afterwards.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -268,7 +268,7 @@ class Monitor:
         self._tasks.create_task(self._measure_stalls())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a process of this job. A wrong rank or size fails the job."""
+        """Accept a process of this job. If its rank or size is wrong, the job fails."""
         try:
             rank, size = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
             fits = size == self.size and 0 < rank < size and rank not in self._peers
@@ -334,7 +334,7 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """On process 0, add a value to a collective. If it is the last one, send all values."""
+        """On process 0, add a value to a collective. Once all values have arrived, send them."""
         self._parts[rank] = value
         if len(self._parts) == self.size:
             answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
@@ -389,7 +389,7 @@ class Monitor:
         threading.Thread(target=self.on_hang, daemon=True).start()
 
     async def _measure_stalls(self) -> None:
-        """Add up how late this thread wakes up."""
+        """Add up the delays of this thread's wake-ups."""
         began = time.perf_counter()
         while True:
             await asyncio.sleep(TICK)
@@ -504,8 +504,8 @@ def _write_stacks(file: Path) -> None:
 def _missing_sentence(missing: Collection[int], size: int | None, timeout: float) -> str:
     """Return the error line for processes that did not start. It lists up to 20 `missing` ranks.
 
-    `missing` is empty if the ranks are unknown, and `size` is None if it is unknown. `timeout` is
-    in seconds.
+    `missing` is empty if the ranks are unknown. `size` is None if the number of processes is
+    unknown. `timeout` is in seconds.
     """
     names = ", ".join(map(str, sorted(missing)[:20])) + (" ..." if len(missing) > 20 else "")
     which = f"{len(missing)} of {size}" if missing else f"some of the {size or ''}".rstrip()
@@ -519,11 +519,12 @@ def _missing_sentence(missing: Collection[int], size: int | None, timeout: float
 def hang_sentence(
     silent: list[int], limit: HangLimit, known: dict[int, Progress], hosts: tuple[str, ...]
 ) -> str:
-    """Return a sentence about the hanging and the waiting processes, with their activities.
+    """Return a sentence that names the hanging and the waiting processes and their activities.
 
-    The `silent` ranks are reported as hanging or, if there are none, the processes that are
-    furthest behind, with the activity of the lowest such rank. `known` maps ranks to their
-    progress, if known. `hosts` has the host name of each rank; if it is empty, no hosts are named.
+    The `silent` ranks are reported as hanging. If there are none, the processes that are furthest
+    behind are reported. All of them are reported with the activity of the lowest rank. `known` maps
+    ranks to their last known progress. `hosts` has the host name of each rank; if it is empty, no
+    hosts are named.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))

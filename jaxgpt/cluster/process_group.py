@@ -31,7 +31,7 @@ from jaxgpt.config import Config, UsageError
 
 T = TypeVar("T")
 
-INIT_TIMEOUT: float = Config.init_timeout  # seconds; for commands without this setting
+INIT_TIMEOUT: float = Config.init_timeout  # seconds; for commands that do not have this setting
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """True on process 0, which prints and writes metrics."""
+        """True on process 0, which prints output and writes metrics."""
         return self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
@@ -147,7 +147,7 @@ def join_process_group(
     If some processes do not start in time, the job ends with status 1 and an error that lists them
     if possible. It also ends with status 1 if ranks or sizes contradict each other. In a job with
     several processes, this starts the monitor's thread and raises the limit on open files. Under an
-    MPI launcher, it starts the thread and initializes MPI.
+    MPI launcher, it initializes MPI, and starts the thread even for a single process.
 
     Args:
         timeout: seconds to wait for the other processes.
@@ -158,7 +158,7 @@ def join_process_group(
 
     Raises:
         UsageError: if the launcher's variables are invalid, or if the MPI library does not work and
-            srun's variables cannot replace it.
+            srun did not start this process.
         PeerLost: if process 0 cannot be reached in time or cannot listen on its port.
     """
     launch = launch or find_launch(os.environ)
@@ -231,7 +231,7 @@ def _host_identity() -> list[str]:
 def start_mpi(launch: Launch, for_threads: bool = False) -> str:
     """Initialize MPI unless it is already initialized. Return the name of the MPI library.
 
-    The initialization waits for all processes. With `for_threads`, it allows several threads to use
+    The initialization waits for all processes. If `for_threads` is set, several threads may use
     MPI. MPI is finalized when the process exits.
 
     Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. This is a

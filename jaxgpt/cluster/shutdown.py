@@ -1,4 +1,4 @@
-"""Terminating all processes of a job with exit statuses for job scripts."""
+"""Job termination, with exit statuses for job scripts."""
 
 import contextlib
 import faulthandler
@@ -54,7 +54,7 @@ def abort_mpi(status: int) -> None:
     """
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-    if with_mpi and mpi.COMM_WORLD.size > 1:  # otherwise, no other process needs to be terminated
+    if with_mpi and mpi.COMM_WORLD.size > 1:  # else there are no other MPI processes
         time.sleep(SETTLE)  # give the launcher time to forward the output
         _redirect_to_null(STDOUT, STDERR)  # hide MPI_Abort's message
         faulthandler.dump_traceback_later(ANSWER, exit=True, file=STDERR)  # if Abort hangs
@@ -95,14 +95,14 @@ def job_exit_handler() -> Iterator[None]:
 
     - `UsageError` exits with status 2. Only process 0 prints the message, so all processes must
       raise the error. If the launcher's variables are invalid, every process prints it.
-    - `SingleRankUsageError` exits with 2. Each process that raises it prints the message. Under
-      MPI, it terminates the whole job.
+    - `SingleRankUsageError` exits with status 2. Each process that raises it prints the message.
+      Under MPI, it terminates the whole job.
     - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
       Under MPI, both terminate the whole job.
     - Other exceptions, except SystemExit, print a traceback and exit with status 1. In a job with
       several processes, they terminate this process at once and, under MPI, the whole job.
-    - If the reader of stdout has exited, as with `| head`, a single-process job exits with 141, as
-      if killed by SIGPIPE.
+    - If the reader of stdout has exited (for example `| head`), a single-process job exits with
+      141, as if killed by SIGPIPE.
 
     Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
     instead: it terminates all processes and prints only the first error. A command-line argument
@@ -144,7 +144,7 @@ def job_exit_handler() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Replace closed standard streams by /dev/null, so that no file gets their descriptors."""
+    """Replace closed standard streams by /dev/null, so that other files cannot take their place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
