@@ -24,19 +24,19 @@ class TimeLimit(NamedTuple):
 
     seconds: float | None = None  # None for no limit
     line: str = ""  # source of the limit, for the log
-    ends_job: bool = False  # whether the scheduler then kills the job
+    ends_job: bool = False  # whether the scheduler kills the job at the limit
 
 
 def margin(seconds: float, save: float, step: float) -> float:
     """Return the time in seconds to reserve at the end of a job for saving a checkpoint.
 
-    Up to three steps may have been dispatched, and the processes may agree to stop only after the
-    next step. The result is at most `seconds` / 4 or 1.5 times `save`, whichever is longer.
+    Up to three steps may already be dispatched, and one more may run before the processes agree to
+    stop. The result is at most max(`seconds` / 4, 1.5 * `save`).
 
     Args:
         seconds: seconds from the start of the run to the end of the job.
         save: duration of the slowest save so far, in seconds.
-        step: duration of the slowest step so far in seconds, including evaluation and checkpoint.
+        step: duration of the slowest step so far in seconds, with any evaluation or checkpoint.
     """
     return min(max(SAVE_MARGIN, 3 * save, save + 4 * step), max(seconds / 4, 1.5 * save))
 
@@ -44,9 +44,9 @@ def margin(seconds: float, save: float, step: float) -> float:
 class StopSignal:
     """Makes all processes stop after the same step, on a signal or at a time limit.
 
-    A second Ctrl-C, more than `DEBOUNCE` seconds later, terminates the job with status 130 and
-    without a checkpoint. Repeating any other signal has no effect, because schedulers send some
-    signals repeatedly.
+    A second Ctrl-C, more than `DEBOUNCE` seconds after the first, terminates the job with status
+    130 and saves no checkpoint. Repeating any other signal has no effect, because schedulers send
+    some signals repeatedly.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class StopSignal:
         This starts the monitor's thread and, if there is a time limit, the process's alarm timer.
 
         Args:
-            monitor: its thread receives signals at once, whereas Python's handlers would wait until
-                the main thread has finished compiling.
+            monitor: monitor whose thread receives the signals. Python's handlers would run only
+                after the main thread has finished compiling.
             limit: the run's time limit on process 0; None on other processes, which log nothing.
-            sync_point: takes a step and whether this process has just been asked to stop. Returns
+            sync_point: takes a step, and True if this process has just been asked to stop. Returns
                 whether all processes stop after the step, or None in a single-process job.
         """
         self.reason: str | None = None
-        # Both are replaced once the log is open. The first prints a line. The second is called when
-        # a signal or the time limit stops the run.
+        # The caller replaces both functions once the log is open. `say` prints a line.
+        # `outlive_reader` is called when a signal or the time limit stops the run.
         self.say = lambda line: write_if_read(f"{line}\n", sys.stderr)
         self.outlive_reader = lambda: None
         self._monitor, self._limit, self._sync_point = monitor, limit, sync_point
@@ -87,7 +87,7 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line with the time limit and its source, or the reason why there is none.
+        """Return a log line: the time limit and its source, or the reason for having no limit.
 
         Call this on process 0, which has the limit.
         """
@@ -185,8 +185,8 @@ def time_limit(
         environ: environment variables.
 
     Returns:
-        The limit. `seconds` is None if there is no limit or the end of the job is unknown, and
-        negative if the time has passed.
+        The limit. Its `seconds` is None if there is no limit or the job's end is unknown, and
+        negative if the limit has passed.
     """
     if setting != "auto":
         seconds = None if setting is None else 60.0 * setting - passed

@@ -52,7 +52,7 @@ class Supervisor:
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
         self._signal: int | None = None
-        # Reported by process 0 of the current attempt.
+        # State of the current attempt.
         self._job = ""
         self._progress: dict | None = None  # newest message from `SupervisorLink`
         self._is_ending = False  # whether the run has ended and its processes are exiting
@@ -62,13 +62,14 @@ class Supervisor:
         """Run the command until it is done or the supervisor gives up. Return an exit status.
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
-        two exceptions after a signal to the supervisor. If an attempt has reported a checkpoint,
-        every status except 0, 130 and 141 (after `| head`) is replaced with 75. If no attempt is
-        running and none has reported a checkpoint, the status is 128 plus the signal's number.
+        two exceptions if the supervisor has received a signal. If an attempt has reported a
+        checkpoint, every status except 0, 130 and 141 (after `| head`) is replaced with 75. If no
+        attempt is running and none has reported a checkpoint, the status is 128 plus the signal's
+        number.
 
-        Call this in the main thread. On any of `SIGNALS`, it sends SIGUSR1 to the launcher, or
-        SIGTERM if Ctrl-C follows another signal. Raises `OSError` if the launcher cannot be
-        started. Also raises whatever `launcher` raises.
+        Call this in the main thread. Any of `SIGNALS` is forwarded to the launcher as SIGUSR1, but
+        Ctrl-C after an earlier signal is forwarded as SIGTERM. Raises `OSError` if the launcher
+        cannot be started. Also raises whatever `launcher` raises.
         """
         return asyncio.run(self._run())
 
@@ -161,7 +162,7 @@ class Supervisor:
             self._gone = time.monotonic()
 
     async def _wait(self, seconds: float) -> None:
-        """Wait for `seconds`, or less if the job is asked to stop."""
+        """Wait for `seconds`, or until the job is asked to stop."""
         await asyncio.wait([asyncio.create_task(self._asked_to_stop.wait())], timeout=seconds)
 
     async def _choose_hosts(self, directory: str) -> bool:
@@ -233,8 +234,8 @@ async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | N
         return f"no answer within {SLOW_DISK:.0f} s"
     if process.returncode == 0:
         return None
-    # Prefer the probe's error message. Otherwise, use the first line of the output, which is from
-    # the launcher or the remote shell.
+    # If the probe printed no error message, return the first line of the output, which is from the
+    # launcher or the remote shell.
     printed = output.decode(errors="replace").splitlines()
     lines = [line for line in printed if line.strip()] or [f"status {process.returncode}"]
     own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

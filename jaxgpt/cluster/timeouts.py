@@ -1,20 +1,20 @@
-"""Time limits for failure handling, in seconds. No other file may define them.
+"""Time limits for failure handling, in seconds. Define them only in this file.
 
-Users can set four more: `init_timeout` (startup), `train.hang_timeout` (each step),
+Users can set four other limits: `init_timeout` (startup), `train.hang_timeout` (each step),
 `checkpoint.timeout_minutes` (each save) and `train.time_limit` (the whole run).
 """
 
 # Heartbeat interval, or a quarter of the hang timeout if that is shorter.
 HEARTBEAT = 5.0
-# Time limit for a host to acknowledge data: twice as long as restarting a network takes.
+# Time limit for a host to acknowledge data: twice the duration of a network restart.
 LOST_HOST = 60.0
-# Time limit for a running process to answer, a host to accept a connection, the kernel to terminate
-# a process, a network file system to show a new file on other hosts, or a tracker to write its last
-# records.
+# Time limit for short operations: a running process answers, a host accepts a connection, the
+# kernel terminates a process, a network file system shows a new file on other hosts, or a tracker
+# writes its last records.
 ANSWER = 10.0
-# Delay before reporting an error, so that a lost process that caused it is detected first. If a
-# process is killed, its connection closes at once, but collectives on other processes fail
-# milliseconds later.
+# Delay before reporting an error. If a lost process caused the error, the loss is detected during
+# this delay. If a process is killed, its connection closes at once, but collectives on other
+# processes fail milliseconds later.
 SETTLE = 0.5
 # Maximum delay between the first and the last process at the rendezvous.
 START_SKEW = 45.0
@@ -24,11 +24,12 @@ SLOW_PHASE = 1800.0
 SAVE_MARGIN = 120.0
 # Maximum time between two SIGINTs from one Ctrl-C (from the terminal and the launcher).
 DEBOUNCE = 2.0
-# Time limit for a scheduler's command to answer, and for a launcher to exit after its processes.
+# Time limit for a scheduler's command to answer, or a launcher to exit after its processes exit.
 COMMAND = 20.0
 # Time limit for a host with a slow disk to load Python and JAX, or to write a run's last files.
 SLOW_DISK = 180.0
-# Wait after an attempt without a new checkpoint. It doubles with each such attempt, up to 320 s.
+# Delay before the next attempt if the last one saved no new checkpoint. The delay doubles with each
+# such attempt in a row, up to 320 s.
 RETRY = 10.0
 # Interval between wake-ups of the monitor's thread. A late wake-up means that the OS did not run
 # the process.

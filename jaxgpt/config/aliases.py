@@ -64,8 +64,8 @@ KEY_ALIASES = {
     "save_interval checkpoint_period checkpoint.every": "checkpoint.interval",
 }
 
-# Maps other programs' flags to settings with the same effect. {} stands for the flag's value. These
-# names are not settings, and are replaced in `translate.py`:
+# Maps other programs' flags to settings with the same effect. {} stands for the flag's value. The
+# following names are not settings; `translate.py` replaces them:
 # mesh.AXIS     size of one mesh axis; mesh.rest names the axis that gets all remaining devices
 # samples.KEY   value of KEY in sequences instead of steps
 # tokens.KEY    value of KEY in tokens instead of steps
@@ -205,7 +205,7 @@ WORDPLAY_EXPERIMENTS = {
 # Maps Megatron's --tokenizer-type to the vocabulary size before padding.
 MEGATRON_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
-# Maps values in other programs to jaxgpt's values, for each of jaxgpt's keys.
+# Maps each of jaxgpt's keys to a table from other programs' values to jaxgpt's values.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,
@@ -316,10 +316,11 @@ KEY_SUGGESTIONS = {
     "fp8_param_gather": "parameters are gathered in train.dtype, even with FP8 matmuls",
 }
 
-# Maps flags in KEY_SUGGESTIONS with a single replacement to settings for the corrected command.
+# Maps flags in KEY_SUGGESTIONS that have a single replacement to settings for the corrected
+# command.
 KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 
-# Maps `key=value`, with a value from another program, to advice on what to use instead.
+# Maps `key=value`, where the value is from another program, to advice on what to use instead.
 VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "train.dtype=fp8 train.dtype=float8": "use train.dtype=bfloat16 train.matmul_dtype=float8",
@@ -341,9 +342,9 @@ def find(table: dict[str, str], word: str) -> str:
 
 
 def find_end(table: dict[str, str], key: str) -> str:
-    """Return the entry for a flag, or for the longest suffix of its dotted name with an entry.
+    """Return the entry for a dotted name, or for its longest suffix that is in the table.
 
-    If there is no entry, returns an empty string.
+    Returns an empty string if no suffix is in the table.
     """
     parts = key.split(".")
     ends = (".".join(parts[i:]) for i in range(len(parts)))

@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
         self.error(text)
 
     def _nearest(self, name: str) -> str | None:
-        """Return the most similar option to an unknown option, or None if no option is similar."""
+        """Return the option that is most similar to an unknown one, or None if none is similar."""
         options = [option for option in self._option_string_actions if option.startswith("--")]
         name = name.replace("_", "-")
 
@@ -82,7 +82,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = f"; {' '.join(self.format_usage().split())}"
-        if message.startswith("argument "):  # the message names the option and its values
+        if message.startswith("argument "):  # the message already names the option and its values
             usage = ""
         self._refuse(f"{message}; see --help{usage}")
 

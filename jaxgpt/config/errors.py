@@ -23,7 +23,7 @@ class UsageError(ValueError):
         return "\n".join(" ".join(str(line).splitlines()) for line in self.args)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython and Jupyter show: the user's own frames and the message."""
+        """Return the lines for IPython and Jupyter: the user's stack frames and the message."""
         frames = traceback.extract_tb(self.__traceback__)
         hidden = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}site-packages{os.sep}"
         own = [f for f in frames if not any(part in f.filename for part in hidden)]
@@ -34,7 +34,7 @@ class UsageError(ValueError):
 def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None:
     """Return the choice that is most similar to a mistyped name, or None if none is similar.
 
-    `least` is the smallest ratio of `difflib.SequenceMatcher` that counts as similar, from 0 to 1.
+    `least` is the smallest `difflib.SequenceMatcher` ratio (0 to 1) that counts as similar.
     """
     return next(iter(difflib.get_close_matches(name, list(choices), 1, least)), None)
 

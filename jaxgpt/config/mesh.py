@@ -7,7 +7,7 @@ import math
 
 from jaxgpt.config.errors import nearest
 
-# Outermost axis first. Groups of devices along the last axis share a host where possible.
+# Outermost axis first. Devices along the last axis are on the same host if possible.
 AXES: dict[str, frozenset[str]] = {
     "stage": frozenset({"splits_layers"}),
     "data": frozenset({"splits_batch", "reduces_gradients"}),

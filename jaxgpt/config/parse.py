@@ -1,7 +1,7 @@
 """Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
 
 Files and command lines are first converted to lists of strings, such as {"model.n_layer": ["3"]}.
-The strings are then converted to values of the keys' types in the schema.
+The strings are then converted to the types in the schema.
 """
 
 import ast
@@ -103,8 +103,8 @@ def parse_args(
     `--help` prints all keys and exits with status 0. If the first word without a dash is a group
     (`--help model`), only the keys of this group are printed. A misspelt group after `--help` is
     an error.
-    `train.batch_size_per_device` is converted to `train.batch_size` and set to None (for the
-    exception, see `counts_devices_later`).
+    `train.batch_size_per_device` is converted to `train.batch_size` and set to None, unless
+    `counts_devices_later` keeps it.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
@@ -122,7 +122,7 @@ def parse_args(
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
             Called if `--config` is not given, and the folder in `--out` has no valid config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
-            that each value uses; see `validate.Choices`. If None, they are not checked.
+            that each value uses; see `validate.Choices`. If None, these keys are not checked.
         note: Called with each remark, such as a note about another program's flags or the computed
             batch size. By default, remarks are printed to stderr.
         counts_devices_later: Keep `train.batch_size_per_device` if parallel.mesh contains -1. By
@@ -130,8 +130,8 @@ def parse_args(
 
     Raises:
         UsageError: If a file is missing or unreadable, if a setting is unknown or malformed, if
-            settings contradict each other, or if `check_choices` rejects a setting. Also raises
-            whatever `initial_model` and `saved_settings` raise, but may convert an `OSError` to a
+            settings contradict each other, or if `check_choices` rejects a setting. Errors from
+            `initial_model` and `saved_settings` are propagated, but an `OSError` may become a
             `UsageError`.
     """
     choices = choices or {}
@@ -193,7 +193,7 @@ def parse_args(
 
 
 def _sections() -> dict[str, Any]:
-    """Return the sections of a configuration, such as `train`: name -> class."""
+    """Return the class of each section of a configuration, by name, such as `train`."""
     return {
         name: section
         for name, section in inspect.get_annotations(Config).items()
@@ -204,7 +204,7 @@ def _sections() -> dict[str, Any]:
 def _check_help_group(argv: Sequence[str]) -> None:
     """Raise `UsageError` if the word after `--help` is not a group of settings.
 
-    Settings and presets are accepted, because `--help` may stand anywhere on a command line.
+    Settings and presets are accepted, because `--help` may appear anywhere on a command line.
     """
     groups = sorted(_sections())
     known = {*groups, *presets()}
@@ -219,8 +219,8 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
     """Return the path and content of the YAML file that a command line overrides.
 
     If the file is another program's default preset, that program's settings are added to `line`.
-    Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, an
-    invalid --config is added to them, and no error is raised.
+    Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, no
+    error is raised for an invalid --config, which is added to the problems instead.
     """
     given = line.words
     try:
@@ -284,7 +284,7 @@ def _report(
         build(given)
     except UsageError as error:
         corrected = []
-        if not left_out:  # otherwise, the error may be due to an argument that was left out
+        if not left_out:  # if left_out, an omitted argument may have caused the error
             problems.append(str(error))
     lines = _in_lines(problems)
     is_useful = len(lines) > 1 or (given and not (wrong and left_out))
@@ -369,7 +369,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
     """Return a validated copy of the configuration, with the `data.*` settings in `argv` applied.
 
     A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
-    default, and so is data.accept_changes unless `argv` sets it. Raises `UsageError` if `argv`
+    default. data.accept_changes is also reset, unless `argv` sets it. Raises `UsageError` if `argv`
     contains a setting outside `data`, a malformed value, or both data.dataset and another data
     source, or if the result is invalid.
     """
@@ -533,7 +533,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _settings_in(values: Mapping[str, Any], origin: str) -> Words:
-    """Return the settings from `_flatten`. Raises `UsageError` if it reports problems."""
+    """Return the settings from `_flatten`, or raise `UsageError` if it reports problems."""
     out, problems = _flatten(values, origin)
     if problems:
         raise UsageError(*_in_lines(problems))
@@ -543,9 +543,9 @@ def _settings_in(values: Mapping[str, Any], origin: str) -> Words:
 def _flatten(
     values: Mapping[str, Any], origin: str, prefix: str = ""
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Flatten nested settings to `section.key` -> strings.
+    """Return the strings for each `section.key`, and a message for each unknown key.
 
-    Also returns a message for each unknown key. The messages begin with `origin`.
+    The messages begin with `origin`.
     """
     out, problems = {}, []
     sections = _sections()
@@ -599,9 +599,9 @@ def _build(words: Words) -> Config:
 def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:
     """Return the text of --help: every key with its type, bounds, default and description.
 
-    `prog` is the name of the command. `choices` maps keys to their allowed values, if their types
-    do not list these. If `group` is a section, the text has only the keys of that section.
-    Otherwise, it has all keys, the usage and the names of the presets.
+    `prog` is the name of the command. `choices` maps keys to allowed values that their types do not
+    list. If `group` is a section, the text has only the keys of that section. If not, the text has
+    all keys, the usage and the names of the presets.
     """
     sections = _sections()
     shown = [name for name in sections if name == group] or list(sections)

@@ -13,7 +13,7 @@ class Sampling:
     """Options that turn logits into the distribution of the next token.
 
     The options are applied in the order of the fields, as in transformers. `top_p` and `min_p`
-    apply only to tokens that the earlier options have kept. With a `temperature` of 0, the other
+    apply only to tokens that the earlier options have kept. If `temperature` is 0, the other
     options have no effect.
     """
 

@@ -493,8 +493,8 @@ class Config:
     def document_end(self) -> int | None:
         """ID of the end-of-text token, or None if attention crosses document boundaries.
 
-        With data.document_mask, the ID is None until the user or `data.dataset.with_vocabulary`
-        sets data.end_of_text.
+        If data.document_mask is set, the ID is None until the user or
+        `data.dataset.with_vocabulary` sets data.end_of_text.
         """
         return self.data.end_of_text if self.data.document_mask else None
 
@@ -510,8 +510,8 @@ class Config:
     def reduces_once(self) -> bool:
         """True if ZeRO stages 2 and 3 would reduce the gradients of several microbatches together.
 
-        parallel.reduce_every=microbatch and parallel.offload=state reduce after every microbatch.
-        The ZeRO stage of this configuration does not matter.
+        If parallel.reduce_every=microbatch or parallel.offload=state, gradients are reduced after
+        every microbatch. The result does not depend on parallel.zero_stage.
         """
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
@@ -519,7 +519,7 @@ class Config:
     def scans_layers(self, on_cpu: bool) -> bool:
         """Return whether to scan over layers.
 
-        If parallel.scan_layers is None, scan only on CPUs (`on_cpu`) or with
+        If parallel.scan_layers is None, layers are scanned only on CPUs (`on_cpu`) or if
         parallel.offload=state.
         """
         if self.parallel.scan_layers is None:
@@ -529,7 +529,7 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as nested dicts that YAML and JSON can represent.
 
-        Tuples become lists, and objects that JSON does not know, such as paths, become strings.
+        Tuples become lists, and objects that JSON cannot represent, such as paths, become strings.
         """
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
@@ -550,9 +550,9 @@ class Config:
     def replace(self, **changes: Any) -> "Config":
         """Return a copy with changed values: `section__key=value`, or `key=value` at the top level.
 
-        Values are converted to the key's type, so they may also be strings, as in a command. Raises
-        `UsageError` if a key is unknown, or if a value cannot be converted or is out of range.
-        Other rules, such as those about pairs of settings, are not checked. If a whole section is
+        Values are converted to the key's type, so strings are accepted, as on a command line.
+        Raises `UsageError` if a key is unknown, or if a value cannot be converted or is out of
+        range. Does not check whether settings contradict each other. If a whole section is
         replaced, as in `model=ModelConfig(...)`, its values are not checked.
         """
         config = self

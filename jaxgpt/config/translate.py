@@ -37,7 +37,8 @@ class CommandLine:
     rest: str | None = None  # mesh axis of the remaining devices, if a flag sets it
     default_config: str = "tiny"  # preset for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
-    default_words: dict[str, list[str]] = field(default_factory=dict)  # settings in the same case
+    # settings to add if `default_config` is used
+    default_words: dict[str, list[str]] = field(default_factory=dict)
 
     def put(self, key: str, words: Sequence[str], argument: str) -> None:
         """Set a key. If another flag has set a different value, leave the argument out."""
@@ -93,7 +94,7 @@ def translate(
         elif key in settings() or alias:
             line.put(key if key in settings() else alias, values, argument)
         elif text:
-            if value.lower() != "false":  # otherwise, the flag is off
+            if value.lower() != "false":  # false turns the flag off
                 _put_all(line, text, values, argument)
         elif aliases.find_end({aliases.IGNORED: "yes"}, key):
             reason = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
@@ -113,8 +114,8 @@ def translate(
 def unknown_key(shown: str, key: str | None = None) -> str:
     """Return an error message for an unknown key, with a suggestion.
 
-    `shown` is the key as typed. `key` is the key to look up, by default the same. It has
-    underscores, and no leading dashes.
+    `shown` is the key as typed. `key` is the key to look up, with underscores and no leading
+    dashes. It defaults to `shown`.
     """
     key = key or shown
     lasts = {name.rpartition(".")[2] for name in settings()}
@@ -237,8 +238,8 @@ def _explain_word(
 ) -> None:
     """Add a problem to `line` for a word that is not an argument.
 
-    Words in `following` that seem to be its value are removed. `key` is the setting named `word`,
-    if there is one.
+    If the first words in `following` seem to be the word's value, they are removed. `key` is the
+    setting named `word`, if there is one.
     """
     n_words = 2 if following[:1] == ["="] else 1  # key = value
     values = following[n_words - 1 : n_words]
@@ -352,7 +353,7 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
     """Replace the name of another program's configuration with a preset.
 
-    Without --config, set the default preset if the flags show which program they are for.
+    If no --config is given but the flags identify the program, set the default preset.
     """
     if "config" not in line.words:
         is_wordplay = {"data", "backend"} & line.later.keys() or any(
@@ -415,8 +416,7 @@ def _set_split(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_strategy(line: CommandLine) -> None:
-    """Set the ZeRO stage, and the axis of the remaining devices, from wordplay or DeepSpeed
-    flags."""
+    """Set the ZeRO stage and the axis of the remaining devices from wordplay or DeepSpeed flags."""
     later, stage = line.later, None
     if "ds_config" in later:
         stage = _stage_of(line, " ".join(later["ds_config"]))
@@ -541,7 +541,7 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
 def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
     """Set the number of microbatches as Megatron computes it from both batch sizes.
 
-    It depends on the number of devices. If this is unknown, add a note with the formula.
+    If the number of devices is needed but unknown, add a note with the formula instead.
     """
     key, shown = "train.gradient_accumulation_steps", line.shown["micro_batch_size"]
     size, total = _whole(line.later["micro_batch_size"][0]), _number(line, "train.batch_size")

@@ -10,7 +10,7 @@ from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
 MAX_UNROLLED_LAYERS = 512  # limit if layers are not scanned; GPT-3 has 96
-MAX_ELEMENTS = 10**15  # in the weight matrices of a model
+MAX_ELEMENTS = 10**15  # limit for all weight matrices of a model together
 
 
 def validate(config: Config) -> None:
@@ -214,8 +214,8 @@ def is_changed(section: Any, key: str) -> bool:
 def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
     """Parse `text`, the value of parallel.mesh, into a mesh shape.
 
-    `n_devices` is the job's number of devices. If it is None, the shape may contain -1, and does
-    not have to match the devices. Raises `UsageError` if the text is malformed or does not fit the
+    `n_devices` is the job's number of devices. If it is None, a size of -1 is kept, and the number
+    of devices is not checked. Raises `UsageError` if the text is malformed or does not fit the
     devices.
     """
     try:
@@ -228,9 +228,9 @@ def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that parallel.mesh describes.
 
-    `n_devices` is the job's number of devices. If it is None, the shape may contain -1, and does
-    not have to match the devices. Raises `UsageError` if parallel.mesh is malformed, or if the
-    parallel layout does not fit the devices, the model or other settings.
+    `n_devices` is the job's number of devices. If it is None, a size of -1 is kept, and the number
+    of devices is not checked. Raises `UsageError` if parallel.mesh is malformed, or if the parallel
+    layout does not fit the devices, the model or other settings.
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     shape = parse_mesh(config.parallel.mesh, n_devices)
@@ -325,9 +325,10 @@ def _check_sequence(config: Config, shape: MeshShape) -> None:
 
 
 def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return why ulysses attention is impossible, or None. A size of -1 in `shape` counts as 1.
+    """Return the reason why ulysses attention is impossible, or None.
 
-    Rules that apply to both kinds of attention are checked in `mesh_shape`.
+    A size of -1 in `shape` counts as 1. Rules that apply to both ulysses and ring attention are
+    checked in `mesh_shape`.
     """
     roles, n_head = ("splits_sequence", "splits_heads"), config.model.n_head
     if n_head % (n := shape.split_of(*roles)):
@@ -336,9 +337,10 @@ def ulysses_obstacle(config: Config, shape: MeshShape) -> str | None:
 
 
 def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
-    """Return why ring attention is impossible, or None. A size of -1 in `shape` counts as 1.
+    """Return the reason why ring attention is impossible, or None.
 
-    Rules that apply to both kinds of attention are checked in `mesh_shape`.
+    A size of -1 in `shape` counts as 1. Rules that apply to both ulysses and ring attention are
+    checked in `mesh_shape`.
     """
     model, n_chunks = config.model, 2 * shape.split_of("splits_sequence")
     if model.block_size % n_chunks:
@@ -354,7 +356,7 @@ def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
 def check_batch(config: Config, shape: MeshShape) -> None:
     """Raise `UsageError` if a microbatch cannot be split evenly over the devices.
 
-    Checks nothing if an axis that splits the batch has size -1. train.batch_size_per_device is
+    Does nothing if an axis that splits the batch has size -1. train.batch_size_per_device is
     ignored.
     """
     axes, n = axes_with("splits_batch"), shape.split_of("splits_batch")
@@ -415,10 +417,11 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    The choices are optimizer.schedule and the keys in `choices`. A setting has no effect if only
-    other values of a choice use it. data.end_of_text has no effect without data.document_mask.
-    Other cases are not detected. Also raises `UsageError` if `given` has both train.batch_size and
-    train.batch_size_per_device. `given` holds the strings for each key on the command line.
+    The choices are optimizer.schedule and the keys in `choices`. A setting has no effect if the
+    chosen value does not use it, but another value does. data.end_of_text has no effect unless
+    data.document_mask is set. Other settings without effect are not detected. Also raises
+    `UsageError` if `given` has both train.batch_size and train.batch_size_per_device. `given` holds
+    the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

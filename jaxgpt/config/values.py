@@ -48,7 +48,7 @@ def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
 
 
 def convert(kind: Any, words: Sequence[str]) -> Any:
-    """Convert the strings of one setting to `kind`, its type according to `settings`.
+    """Convert the strings of one setting to `kind`, the setting's type from `settings`.
 
     Raises `ValueError` or `KeyError` if the strings cannot be converted or the value is out of
     range.
@@ -97,7 +97,7 @@ def describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Map the spelling of each literal in a union, and of None, to its value."""
+    """Return the literals in a union, and None, by their spelling."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, in_words, shorten, train_command
 
-# Maps part of a program's name to the preset with the program's defaults, or to None.
+# Maps part of a program's name to the preset with the program's defaults, or None if there is none.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",
@@ -141,7 +141,7 @@ def _assign(variables: dict[str, str], name: str, plus: str, value: str) -> None
 
 
 def _parts(word: str, is_evaluated: bool) -> list[str]:
-    """Split a word that contains several words: quoted options, or any word after `eval`."""
+    """Split a quoted option, or any word after `eval`, into its words."""
     return _split(word) if word.startswith("-") or is_evaluated else [word]
 
 
@@ -246,7 +246,7 @@ def _quote(word: str) -> str:
 
 
 def _other_options(words: list[str]) -> list[str]:
-    """Return another launcher's options, with their values, that `_launcher` does not use."""
+    """Return the launcher options that `_launcher` does not use, with their values."""
     options: list[str] = []
     takes_value = False
     for word in words:
@@ -264,8 +264,8 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     """Return the jaxgpt.launch prefix for another launcher, and the number of processes.
 
     The prefix is an empty string for a single process. The number is None if it is not given. If
-    the script computes it from unknown values, the prefix has no `-n`, and jaxgpt.launch uses all
-    hosts of the job. A note says so.
+    the script computes the number from unknown values, a note is printed, and the prefix has no
+    `-n`, so that jaxgpt.launch uses all hosts of the job.
     """
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)

@@ -21,7 +21,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # type -> its parameters
 LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
-WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that may mix layer types
+WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families with different types of layers
 
 
 def table_of(model: ModelConfig) -> Table:
@@ -127,8 +127,9 @@ def _llama(
     """Return the options of Llama and models derived from it.
 
     Args:
-        head_dim: default for the key head_dim. None means hidden_size / num_attention_heads.
-        layer_types: default for the key layer_types. If None, all layers have full attention.
+        head_dim: used if config.json has no head_dim. None means hidden_size / num_attention_heads.
+        layer_types: used if config.json has no layer_types. None means full attention in all
+            layers.
     """
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
@@ -144,7 +145,7 @@ def _llama(
 def _decoder(
     keys: _Keys, head_dim: int | None, layer_types: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the sizes and the layer pattern of any decoder except GPT-2."""
+    """Return the sizes and the layer pattern of a model from any family except GPT-2."""
     keys.only("num_experts", 0)
     keys.only("num_local_experts", 0)
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
@@ -175,7 +176,7 @@ def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
     n_layer = keys.n_layers("num_hidden_layers")
     default = default or ["full_attention"] * n_layer
     found = keys.get("layer_types", default)
-    # transformers ignores layer_types if all layers of a family have the same type.
+    # For families whose layers all have the same type, transformers ignores layer_types.
     supported = LAYER_TYPES if keys.config["model_type"] in WITH_PATTERNS else set(default)
     unknown = sorted(map(str, set(found) - set(supported)))
     if unknown:
@@ -246,7 +247,7 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
 def _qwen_layers(keys: _Keys) -> list[str]:
     """Return the type of each layer.
 
-    With use_sliding_window, only the first max_window_layers layers have full attention.
+    If use_sliding_window is true, only the first max_window_layers layers have full attention.
     """
     n_layer = n_full = keys.n_layers("num_hidden_layers")
     if keys.only("use_sliding_window", False, True):
@@ -399,7 +400,7 @@ def _to_llama(model: ModelConfig) -> dict[str, Any]:
         own = {"use_sliding_window": "sliding_attention" in types, "layer_types": types}
         own |= {"sliding_window": model.sliding_window} if own["use_sliding_window"] else {}
         own |= {"attention_bias": False} if model.qk_norm else {}
-        # Versions of transformers without layer_types read this key instead.
+        # Versions of transformers that do not support layer_types read this key.
         own |= {"max_window_layers": types.count("full_attention")}
     elif "sliding_attention" in _layer_types(model):
         family, architecture = "mistral", "Mistral"

@@ -21,7 +21,7 @@ from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not weights
-GPT2_PREFIX = "transformer."  # in files saved by GPT2LMHeadModel
+GPT2_PREFIX = "transformer."  # prefix of tensor names in files saved by GPT2LMHeadModel
 
 
 def from_hf(
@@ -134,7 +134,7 @@ def to_hf(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
+        max_bytes: maximum size of a file's tensors in bytes; a larger tensor gets a separate file.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if no
     transformers family fits the model, or if a required package (`safetensors` or `tokenizers`) is
@@ -161,7 +161,7 @@ def to_hf(
 
 
 def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes (by name) of the zero biases to export for a GPT-2 without biases.
+    """Return the shape of each bias, by name, to export as zeros for a GPT-2 without biases.
 
     GPT-2 in transformers always has biases. The names have GPT-2's prefix.
     """

@@ -82,7 +82,7 @@ def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
 
 
 def _part_shape(weight: Weight, ref: WeightRef) -> tuple[int, ...]:
-    """Return the shape of a jaxgpt array at a slot's `index`."""
+    """Return the shape of the part of a jaxgpt array that a slot's `index` selects."""
     shape = weight.shape[1:] if weight.n_layers else weight.shape
     if ref.part is None:
         return shape

@@ -28,8 +28,7 @@ MAX_NAME = 200  # maximum length of a key
 # Name prefixes of the last pipeline stage's copy of the token embedding.
 HEADS = ("word_embeddings_for_head.", "output_layer.")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# Files may contain objects of these classes, or of any class in these packages. They are replaced
-# with `Inert`.
+# Objects of these classes, and of all classes in these packages, are replaced with `Inert`.
 HARMLESS_PACKAGES = ("megatron", "deepspeed", "transformer_engine")
 HARMLESS_NAMES = {
     "argparse.Namespace",
@@ -73,7 +72,7 @@ class Merged:
 
     parts: tuple[Tensor, ...]  # one for each rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    # If `axis` is 0, number of rows without vocabulary padding, or None to keep all rows.
+    # Number of rows without vocabulary padding, or None to keep all rows. Only if `axis` is 0.
     most_rows: int | None = None
 
     @property
@@ -138,10 +137,10 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return the checkpoint file of each rank, by (tensor rank, pipeline rank).
 
-    `path` is a checkpoint folder, or its parent folder. In a parent folder, a file names the latest
-    checkpoint, which is used. Raises `UsageError` if the folder is missing, if it has no checkpoint
-    in a supported format, or if the file of any rank is missing. Raises `OSError` if the name of
-    the latest checkpoint cannot be read or a folder cannot be accessed.
+    `path` is a checkpoint folder, or a parent folder with a file that names the latest checkpoint.
+    Raises `UsageError` if the folder is missing, if it has no checkpoint in a supported format, or
+    if the file of any rank is missing. Raises `OSError` if the name of the latest checkpoint cannot
+    be read or a folder cannot be accessed.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
@@ -179,12 +178,12 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether a class or function, given by its full name, is replaced with `Inert`."""
+    """Return whether the class or function with this full name is replaced with `Inert`."""
     return name in HARMLESS_NAMES or name.partition(".")[0] in HARMLESS_PACKAGES
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return the arguments in one rank's file, and the tensors as `flat` returns them.
+    """Return the arguments in one rank's file, and its tensors by name (see `flat`).
 
     An argument is a number, a string, None, or a list of these. Enum members are replaced with
     their values. Raises `UsageError` if the file cannot be read or is not a supported checkpoint,
@@ -223,12 +222,12 @@ def _plain(value: Any) -> Any:
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
     """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
 
-    {} is replaced by the layer number within the pipeline stage. Tensors that are not in `MEGATRON`
-    are also returned. Tensors whose names end in _extra_state are left out.
+    In these names, {} is replaced by the layer number within the pipeline stage. Tensors that are
+    not in `MEGATRON` are also returned. Tensors whose names end in _extra_state are left out.
 
     Raises `UsageError` if the key of a tensor or dictionary is not a string of at most `MAX_NAME`
-    characters, or if a dictionary is nested too deeply or appears twice. Shared dictionaries would
-    let a small file expand to an exponential number of tensors.
+    characters, or if a dictionary is nested too deeply or appears twice. If shared dictionaries
+    were allowed, a small file could expand to exponentially many tensors.
     """
     out: dict[str, TorchTensor] = {}
     seen: set[int] = set()
@@ -269,9 +268,9 @@ def merged(
 
     The last stage's copy of a tied token embedding is left out.
 
-    Raises `UsageError` if a tensor of tensor rank 0 is missing or shaped differently on another
-    tensor rank of the same stage, if num_layers is missing or cannot be split into equal stages, or
-    if a sharded tensor has too few dimensions.
+    Raises `UsageError` if another tensor rank of a stage does not have all tensors of tensor rank 0
+    with the same shapes, if num_layers is missing or cannot be split into equal stages, or if a
+    sharded tensor has too few dimensions.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")

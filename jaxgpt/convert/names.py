@@ -93,8 +93,8 @@ GEMMA3_EQUAL_HEADS: Table = GEMMA3 | {
     name: ref for name, ref in LLAMA_EQUAL_HEADS.items() if ".self_attn." in name
 }
 
-# GPT in Megatron-LM and Megatron-DeepSpeed. The number is the dimension that is sharded over
-# tensor-parallel ranks, or None for a replicated tensor.
+# GPT in Megatron-LM and Megatron-DeepSpeed. The number in each entry is the dimension that is
+# sharded over tensor-parallel ranks, or None for a replicated tensor.
 MEGATRON: dict[str, tuple[WeightRef, int | None]] = {
     "embedding.word_embeddings.weight": (WeightRef("token_embedding/embedding"), 0),
     "embedding.position_embeddings.weight": (WeightRef("position_embedding/embedding"), None),

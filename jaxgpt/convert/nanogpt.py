@@ -24,9 +24,9 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
     """Import a ckpt.pt as initial weights for a run. Return the lines to print.
 
     `out` is the run directory to create. `tokenizer` is a path that `read_tokenizer` accepts, or
-    None if the tokenizer is unknown. Raises `UsageError` if the file is missing, damaged or was not
-    saved by nanoGPT, if the tokenizer cannot be read or does not fit the model, or if torch is
-    missing or too old. Also raises whatever `write_weights` raises.
+    None if the tokenizer is unknown. Raises `UsageError` if the file is missing, damaged or not
+    from nanoGPT, if the tokenizer cannot be read or does not fit the model, or if torch is missing
+    or too old. Also raises whatever `write_weights` raises.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -79,7 +79,7 @@ def to_nanogpt(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
+        max_bytes: maximum size of a file's tensors in bytes; a larger tensor gets a separate file.
 
     Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
     unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not

@@ -17,7 +17,7 @@ from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
-DTYPES = ("F32", "F16", "BF16")  # the file format's names for the dtypes in `FLOATS`
+DTYPES = ("F32", "F16", "BF16")  # names of the dtypes in `FLOATS` in safetensors files
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SafeTensor:
                 f"{self.path}: {self.name} has dtype {self.dtype}; weights must be one of "
                 f"{', '.join(DTYPES)}"
             )
-        # Open the file for each read, because mapped pages stay in memory until it is closed.
+        # Open the file for each read, because pages stay in memory until the file is closed.
         with _opened(self.path) as file:
             is_whole = start == 0 and stop is None
             array = (

@@ -73,9 +73,9 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
 
     Args:
         is_harmless: predicate that receives the full name of a class or function. It is not called
-            for names that `torch.load` allows, such as those of tensors, dict and OrderedDict. True
-            means that objects of the class are replaced with `Inert`, and False means that the file
-            is rejected. If such an object contains items, the file is rejected too.
+            for names that `torch.load` allows, such as those of tensors, dict and OrderedDict. If
+            it returns True, objects of the class are replaced with `Inert`. If it returns False, or
+            if a replaced object contains items, the file is rejected.
 
     Raises `UsageError` if the file is missing, damaged or not in a format that `torch.load` reads
     with `weights_only`, if `is_harmless` rejects a name, or if torch is missing or too old.

@@ -49,8 +49,8 @@ def make_batch(rows: jax.Array | TokenRows, end_of_text: int | None = None) -> B
 def input_batch(tokens: jax.Array, end_of_text: int | None = None) -> Batch:
     """Make a batch for computing logits. Its targets and weights are 0.
 
-    If `end_of_text` is given, a new segment begins after each such token, and positions restart at
-    0. Otherwise, each row is one segment.
+    If `end_of_text` is given, a new segment begins after each end-of-text token, and positions
+    restart at 0. If it is None, each row is one segment.
 
     Args:
         tokens: int32 (B, T).

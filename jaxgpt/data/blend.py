@@ -15,7 +15,8 @@ from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # approximate minimum block size in samples
-MIN_SHARE = Fraction(1, 10**6)  # with this share, a block of 2^21 samples takes seconds to compute
+# If a corpus has only this share, a block has 2^21 samples and takes seconds to compute.
+MIN_SHARE = Fraction(1, 10**6)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class WeightedInterleave:
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
         """Build a block: (first sample, counts before it, corpora and numbers of its samples).
 
-        A sample's number is its index within the block among the samples from the same corpus.
+        A sample's number is the number of earlier samples from its corpus in the block.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
@@ -243,8 +244,8 @@ class Blend:
     def __init__(self, weights: Sequence[Fraction], corpora: Sequence[int]):
         """Initialize from the weight of each source and the index of its corpus.
 
-        Every index from 0 to the largest must occur. Each source needs at least MIN_SHARE of its
-        corpus's weight, and each corpus at least MIN_SHARE of the total weight.
+        Every corpus index from 0 to the largest must occur. Each source needs at least MIN_SHARE of
+        its corpus's weight, and each corpus at least MIN_SHARE of the total weight.
         """
         self._members = [
             [source for source, c in enumerate(corpora) if c == corpus]
