@@ -97,8 +97,8 @@ def prepare(
 
     `arguments` come from `parser()`, and `directory` is an absolute path. Without --out, a built-in
     dataset overwrites the data in `directory`. The arguments of the command `text` must have passed
-    `check_options`. For `text`, the processes of `pool` help to tokenize the files; by default,
-    this process tokenizes them alone.
+    `check_options`. For `text`, the processes in `pool` help to tokenize the files. If `pool` is
+    None, this process tokenizes them alone.
 
     Raises:
         UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,
@@ -130,8 +130,8 @@ def prepare(
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
     """Raise `UsageError` if existing data would be overwritten.
 
-    With `overwrite`, tokenizer files and data of the same format may be replaced, but data in the
-    other format still raises an error. Also raises `UsageError` if `directory` is a file, and
+    If `overwrite` is True, tokenizer files and data in the same format may be replaced, but data in
+    the other format still raises the error. Also raises `UsageError` if `directory` is a file, and
     `OSError` if it cannot be accessed. `format_` is "nanogpt" or "megatron".
     """
     if directory.exists() and not directory.is_dir():

@@ -41,7 +41,7 @@ COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # metric -> relative tolerance for
 
 
 class Conditions(NamedTuple):
-    """The mesh, processes, devices and JAX version of some steps, as in `StartRecord`."""
+    """The mesh, number of processes, device kind and JAX version that a step ran with."""
 
     mesh: str
     processes: int
@@ -62,9 +62,9 @@ class Stretch(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A metric that differs from its record after a step is repeated.
+    """A metric of a repeated step that differs from its recorded value.
 
-    A value is None if it is not finite, or if the step is skipped.
+    Values are None if they are not finite, or if the step is skipped.
     """
 
     step: int
@@ -284,11 +284,11 @@ class Repeater:
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
         """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
 
-        `state` must be the state before the first of the steps, which must all have the batch size
-        in the configuration. The caller must not use `state` afterwards, because its arrays are
-        donated. The loss is in nats per token. The metrics are NumPy scalars, or None for a skipped
-        step. All processes call this together. Raises `UsageError` if the data is invalid or cannot
-        be read, and `RuntimeError` if JAX fails.
+        `state` must be the state before the first step. All steps must have the batch size in the
+        configuration. The caller must not use `state` afterwards, because its arrays are donated.
+        The loss is in nats per token. The metrics are NumPy scalars, or None for a skipped step.
+        All processes call this together. Raises `UsageError` if the data is invalid or cannot be
+        read, and `RuntimeError` if JAX fails.
         """
         import jax
 

@@ -95,7 +95,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return the sampling options in the arguments. They are not checked."""
+    """Return the sampling options in the arguments, without checking them."""
     top_k = arguments.top_k or None
     return Sampling(arguments.temperature, top_k, arguments.top_p, arguments.min_p)
 
@@ -136,7 +136,7 @@ def read_text(path: Path, where: str) -> str:
 def read_prompt_file(path: Path) -> dict[str, str]:
     """Return the prompts in a file, one per non-blank line.
 
-    The keys name the file and the line in error messages. In a .jsonl file, each line must be a
+    Each key names the file and the line, for error messages. In a .jsonl file, each line must be a
     JSON string, or an object with a `prompt` string. Raises `UsageError` if a line is invalid, or
     if the file cannot be read or has no prompts.
     """
@@ -163,10 +163,10 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
     """After each batch, yield all samples so far, in the order of the prompts.
 
-    With --stream, partial samples are also yielded as they are generated. After each batch, the
-    same list is yielded again, with the new samples appended. All processes must exhaust the
-    iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be used.
-    Also raises whatever `run_folder`, `Model` and `Model.stream` raise.
+    With --stream, partial samples are also yielded as they are generated. The list yielded after
+    each batch is always the same object, with the new samples appended. All processes must exhaust
+    the iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be
+    used. Also raises whatever `run_folder`, `Model` and `Model.stream` raise.
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
@@ -201,7 +201,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
     """Yield the text to print for the output of `samples`, in parts.
 
-    A part is yielded once all text up to its end is final.
+    Each part is yielded as soon as its text and all text before it are final.
     """
     number, written = 0, None  # the current sample, and the part of it that has been yielded
     for texts in snapshots:

@@ -16,7 +16,7 @@ _BATCH_DIMS = re.compile(r'lhs_batch_dim(?:s=\{|ensions":\[)([\d,"]*)')
 
 
 class Work(NamedTuple):
-    """The work of one operation in a step, on one device."""
+    """Execution count, bytes and FLOPs of one operation in a step, on one device."""
 
     times: int  # executions per step
     read: int  # bytes per execution
@@ -34,12 +34,12 @@ class Work(NamedTuple):
 
 
 def read_work(program: HloProgram) -> dict[str, Work]:
-    """Return the work of each operation in a step, by name.
+    """Return the `Work` of each operation in a step, keyed by the operation's name.
 
     Opcodes in `FREE` and loop conditions are left out. Each operation is assumed to read its
     operands once and to write its result once. If an operation uses only a slice of an array, only
-    the slice counts. Caches are ignored. All branches of a conditional count. If the number of
-    iterations of a loop is unknown, one iteration counts.
+    the slice is counted. Caches are ignored. All branches of a conditional are counted. A loop with
+    an unknown trip count is counted as one iteration.
     """
     out: dict[str, Work] = {}
 

@@ -15,13 +15,13 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
     """Return the start-up times of this process, for `summary`.
 
     The dict has the `seconds` of each phase, the `total` seconds since the process started, and the
-    Unix time `process_start`. Its `compile_cache` is a `str(CacheUse)`. The `job start`
-    phase is the time from job start to process start, if known. Call this at the end
-    of the first step.
+    Unix time `process_start`. `compile_cache` is the value of `str(CacheUse)`. The `job start`
+    phase is the time from job start to process start, if known. Call this at the end of the first
+    step.
     """
     phases, total = clock.seconds(), clock.elapsed()
     phases["first step"] = phases.pop("step", 0.0) + phases.pop("data", 0.0)
-    # If this is not a valid time, the start of the job is unknown.
+    # An invalid value is ignored.
     started = os.environ.get(JOB_START, "")
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", started):
         waited = clock.began - float(started)
@@ -42,7 +42,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     `total` is a dict of `min`, `mean`, `max` and `slowest_rank`. `phases` maps each phase that all
     processes report to such a dict. `slowest_phase` is the phase with the largest `max`.
     `process_start`, `first_step_done`, `compile_cache` and `job_start_to_first_step` describe
-    process 0. `job_start_to_first_step` is None unless all processes know the start of the job.
+    process 0. `job_start_to_first_step` is None unless all processes know when the job started.
     """
 
     def spread(seconds: list[float]) -> dict[str, float]:

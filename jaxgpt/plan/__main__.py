@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         if is_help(argv):
             parser().print_help()
             return
-        if rank_from_env() == 0:  # under a launcher, one process prints the plan
+        if rank_from_env() == 0:  # under a launcher, only process 0 prints
             print(run(*parser().parse_known_args(argv)))
 
 
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
     """Return the value of --advise, or the number of devices in the mesh if --advise is not given.
 
-    A mesh size of -1 counts as 1.
+    A mesh axis of size -1 counts as 1.
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if

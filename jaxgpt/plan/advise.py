@@ -52,12 +52,12 @@ def search_layouts(
     All `tensor` groups stay within a host. If `context` splits a row, each slice has at least
     `MIN_SLICE` tokens. Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select
     the fastest schedule and number of microbatches, using the least remat that fits. The best `n`
-    meshes are then compiled, with more remat if needed, and ranked again. At most two of the meshes
-    that differ only in `data` and `fsdp` are compiled. Layouts that fit come first, sorted by step
-    time. However, a simpler layout comes before a layout that is only slightly faster
-    (`TIE_RATIO`). If step times are unknown, simpler layouts come first. Among layouts that fit,
-    pure data parallelism without remat always comes first. A layout whose state alone does not fit
-    is not compiled.
+    layouts are then compiled and ranked again. If a compiled layout does not fit, it is compiled
+    again with more remat. At most two meshes that differ only in `data` and `fsdp` are compiled.
+    Layouts that fit come first, sorted by step time. However, a simpler layout comes before a
+    layout that is only slightly faster (`TIE_RATIO`). If step times are unknown, simpler layouts
+    come first. Among layouts that fit, pure data parallelism without remat always comes first. A
+    layout whose state alone does not fit is not compiled.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must
@@ -176,7 +176,10 @@ def _divisors(n: int) -> list[int]:
 
 
 def _compile(estimated: Plan) -> Plan:
-    """Compile a layout, with more remat if needed, unless even the state alone does not fit."""
+    """Compile a layout, increasing remat until the layout fits or remat is full.
+
+    If the state alone does not fit, nothing is compiled.
+    """
     memory = dataclasses.replace(estimated.memory, activations_and_temporaries=0)
     plan = dataclasses.replace(estimated, program=Program(memory))
     if not plan.fits:
@@ -194,7 +197,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Yield plans, but no more than two that differ only in `data` and `fsdp`."""
+    """Yield the plans, keeping at most two whose meshes differ only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)
@@ -235,10 +238,10 @@ def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
 
 
 def train_options(plan: Plan, given: Config) -> str:
-    """Return the command-line options that turn the settings `given` into this layout.
+    """Return the command-line options that select this layout if they are added to `given`.
 
-    They are --mesh and the settings in `CHOSEN` that differ from `given`. All other settings of
-    `plan.config` must be the same as in `given`.
+    The options are --mesh and the settings in `CHOSEN` that differ from `given`. All other settings
+    of `plan.config` must be the same as in `given`.
     """
     words = [f"--mesh {plan.mesh}"]
     for key in CHOSEN:

@@ -60,7 +60,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
         copies = 1 if groups.is_contiguous else 2
         other = (work.ticks + M + waiting) * boundary
         other += (width + copies * FLOAT32) * whole
-        other += max(logits, max(groups.sizes) * saved + working)  # the head runs after the ticks
+        other += max(logits, max(groups.sizes) * saved + working)  # the head runs after all ticks
     else:
         layer = in_layers // n_layers
         other = n_layers * saved + working + logits + 2 * (width + FLOAT32) * layer
@@ -77,11 +77,11 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
 def layer_activations(
     config: Config, mesh: MeshShape, tokens: int, stores_scores: bool
 ) -> tuple[int, int]:
-    """Return the bytes that a layer saves for its backward pass, and the bytes that this pass uses.
+    """Return the size of a layer's saved activations, and the backward pass's working memory.
 
-    Both are per device, for a microbatch with `tokens` tokens on each device. They follow equation
-    2 of arXiv 2205.05198, without dropout. Only sequence parallelism splits norms and residuals
-    over `tensor`.
+    Both are in bytes per device, for a microbatch with `tokens` tokens on each device. They follow
+    equation 2 of arXiv 2205.05198, without dropout. Only sequence parallelism splits norms and
+    residuals over `tensor`.
     """
     model, remat = config.model, config.parallel.remat
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
@@ -93,7 +93,7 @@ def layer_activations(
     hidden = width * tokens * model.mlp_width // tensor
     mlp_inputs = hidden * (2 if model.has_gated_mlp else 1)
     scores = 0
-    if stores_scores:  # scores for the keys of all positions
+    if stores_scores:  # each query has a score for every position
         scores = SCORE_COPIES * FLOAT32 * tokens * (model.n_head // tensor) * model.block_size
     everything = (3 if has_parts else 4) * residual + 3 * queries + keys + hidden + mlp_inputs
     kept = {
@@ -117,15 +117,16 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
     matrices = layer_matrices(model)
     other_dims = sum(w.size // w.n_layers // D for w in matrices)
-    # Each matmul reads its input twice, and writes the input's gradient. It writes its output, and
-    # reads the output's gradient twice. One of the two dims is D, which `tensor` does not split.
+    # Each matmul reads its input and its output's gradient twice, and writes its output and its
+    # input's gradient once. One of the two dims is D, which `tensor` does not split.
     matmuls = 3 * (D * len(matrices) + other_dims // tensor)
-    # Two norms and residual sums: 5 accesses each in the forward pass, and 7 in the backward pass.
+    # Two norms and two residual additions: 5 accesses each in the forward pass, and 7 in the
+    # backward pass.
     norms = 24 * D // (tensor if config.parallel.sequence_parallel else 1)
     # GELU: 2 accesses in the forward pass, and 3 in the backward pass. A gated MLP: 3 and 5.
     activation = (8 if model.has_gated_mlp else 5) * model.mlp_width // tensor
-    # Attention: 1 access to queries, keys, values and outputs in the forward pass. The backward
-    # pass accesses each of them and its gradient.
+    # Attention: the forward pass accesses queries, keys, values and outputs once. The backward pass
+    # accesses each of them and its gradient once.
     heads = 6 * model.head_size * (model.n_head + model.kv_heads) // tensor
     # Logits: 3 accesses by matmuls, 1 for the sum of exponentials, and 2 for the gradient.
     logits = 6 * padded_vocab_size(model.vocab_size) // tensor
@@ -133,7 +134,8 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     stages = mesh.split_of("splits_layers")
     n_microbatches = config.train.gradient_accumulation_steps
     tokens = step_work(config, mesh).tokens * n_microbatches
-    # Each microbatch reads the weights, casts them, reads the result twice and writes gradients.
+    # Each microbatch reads the weights, writes a copy in train.dtype, reads the copy twice, and
+    # writes the gradients.
     n_weights = sum(w.size for w in jax.tree.leaves(weights(model))) // (tensor * stages)
     of_weights = n_microbatches * n_weights * (3 * width + 2 * FLOAT32)
     return width * per_token * tokens // stages + of_weights

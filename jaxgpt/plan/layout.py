@@ -21,13 +21,13 @@ from jaxgpt.plan.program import Memory, Program, compile_step
 from jaxgpt.plan.traffic import layer_groups
 from jaxgpt.runtime.allocator import USABLE
 
-# Fractions of the dense peak and of the memory bandwidth that a step reaches. A large matmul on an
-# H100 reaches 0.8 of its peak, and copies reach 0.77 to 0.9 of the bandwidth of an H100 or H200.
-# plan/README.md compares the resulting estimates with measured speeds.
+# A step reaches these fractions of the dense peak FLOP/s and of the memory bandwidth. A large
+# matmul on an H100 reaches 0.8 of its peak, and copies reach 0.77 to 0.9 of the bandwidth of an
+# H100 or H200. plan/README.md compares the resulting estimates with measured speeds.
 MATMUL_EFFICIENCY = 0.7
 MEMORY_EFFICIENCY = 0.85
-# Fraction of a large matmul's FLOP/s that whole steps reach on a CPU device: 0.38 to 0.52 for
-# `tiny`, `shakespeare_char_cpu` and `llama-tiny` (two cores of an AMD EPYC, JAX 0.10.2).
+# On a CPU device, whole steps reach this fraction of a large matmul's FLOP/s. Measured: 0.38 to
+# 0.52 for `tiny`, `shakespeare_char_cpu` and `llama-tiny` (two cores of an AMD EPYC, JAX 0.10.2).
 CPU_EFFICIENCY = 0.44
 # Seconds to start a collective, and seconds per hop of its ring. NCCL uses these numbers to choose
 # an algorithm (baseLat and hwLat for `Simple` in its src/graph/tuning.cc).
@@ -60,7 +60,7 @@ class Estimate:
     compute: float
     bubble: float  # idle time of a pipeline stage before its first and after its last microbatch
     update: float
-    exposed_communication: float  # computation waits for it; hidden ring transfers are left out
+    exposed_communication: float  # excludes ring transfers that attention hides
     overlapped_communication: float
     tokens_per_sec: float
     tokens_per_sec_per_device: float
@@ -69,10 +69,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, its program, and everything known before the program runs.
+    """A layout, its program, and the quantities that are known without running the program.
 
-    The program is compiled or estimated. If `is_complete` is False, only the size of the state is
-    known.
+    The program is either compiled or estimated. If `is_complete` is False, only the size of the
+    state is known.
     """
 
     config: Config
@@ -237,7 +237,7 @@ class Plan:
         if device.name == "cpu":
             return self._estimate_on_cpu(peak)
         bandwidth = device.memory_bandwidth * MEMORY_EFFICIENCY
-        passes = 1 + again / share  # recomputation repeats a part of the step
+        passes = 1 + again / share  # recomputation repeats part of the step
         matmuls = passes * share / (peak * MATMUL_EFFICIENCY)
         transfers = passes * memory_traffic(self.config, self.mesh) / bandwidth
         compute = (matmuls + transfers) * self.imbalance

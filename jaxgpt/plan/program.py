@@ -42,7 +42,7 @@ class Memory:
     moments: int
     activations_and_temporaries: int = 0  # everything else at the peak, including the batch
     in_host: int = 0  # the part of parameters, gradients and moments in host memory
-    host_at_once: int = 0  # the largest part of in_host that is on the device at once
+    host_at_once: int = 0  # maximum part of in_host that is on the device at once
 
     @property
     def total(self) -> int:
@@ -72,11 +72,11 @@ class Program:
 def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     """Compile the train step as it would run on `device`, without allocating arrays.
 
-    XLA's CPU compiler is used instead of the device's compiler. It would compute bfloat16 in
-    float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls are replaced
-    by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory. Layers are
-    scanned. For `cpu`, only `with_fewer_replicas` changes the step. The data's loss masks are
-    ignored.
+    XLA's CPU compiler is used instead of the device's compiler. The CPU compiler would compute
+    bfloat16 in float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls
+    are replaced by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory.
+    Layers are scanned. If the device is `cpu`, only `with_fewer_replicas` changes the step. The
+    data's loss masks are ignored.
 
     JAX must already simulate the devices of the mesh that `with_fewer_replicas` returns, and
     config.model.vocab_size must be set.
@@ -91,8 +91,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     kernel, reason = attention_kernel(config, device)
     stand_in, warnings = config, []
     if device.name != "cpu":
-        # The step without FP8 is a better estimate than the emulation of FP8 on a CPU: on an H100,
-        # FP8 changes the memory for activations by -16% to +17%.
+        # Compiling without FP8 gives a better estimate than emulating FP8 on a CPU. On an H100, FP8
+        # changes the memory for activations by -16% to +17%.
         if config.train.matmul_dtype is not None:
             warnings = check_float8(device.platform, device.cuda_capability)
             warnings.append(
@@ -160,8 +160,8 @@ def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
 def optimizer_flops(config: Config, shape: MeshShape) -> int:
     """Return the FLOPs that each device spends on the optimizer's matmuls in one step.
 
-    The result is 0 for every optimizer except Muon. With parallel.offload, it can be too low; see
-    `update_flops`. Raises `UsageError` under the same conditions as `weights`.
+    The result is 0 for every optimizer except Muon. With parallel.offload, the result can be too
+    low; see `update_flops`. Raises `UsageError` under the same conditions as `weights`.
     """
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
     rules, described = partition.opt_state_rules(config.parallel.zero_stage), weights(config.model)
@@ -201,7 +201,8 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 
     Activations are not included. The requirements are the same as for `compile_step`. Raises
     `UsageError` as `compile_step` does, except that model.attention and train.matmul_dtype are not
-    checked. `in_host` and `host_at_once` are 0 for `cpu`, which has no separate memory.
+    checked. `in_host` and `host_at_once` are 0 for `cpu`, because a CPU has no separate device
+    memory.
     """
     mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"
@@ -233,9 +234,10 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 
 
 def bytes_on_a_device(shapes: Any) -> int:
-    """Return the bytes of one device's shards of a tree of arrays or `jax.ShapeDtypeStruct`s.
+    """Return the total size of one device's shards of the arrays in a tree, in bytes.
 
-    Shards in host memory also count. All leaves must have a sharding that divides their shape.
+    The leaves may also be `jax.ShapeDtypeStruct`s. Each must have a sharding that divides its
+    shape. Shards in host memory are included.
     """
     return sum(
         math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize

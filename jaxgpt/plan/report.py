@@ -79,7 +79,7 @@ def _memory(plan: Plan, best: Plan | None) -> str:
 
 
 def _fit(plan: Plan, best: Plan) -> str:
-    """Return a line about the best layout for the devices of `plan`, which does not fit."""
+    """Return a line about the best layout for the devices of a plan that does not fit."""
     options = f"{train_options(best, plan.config)} ({format_bytes(best.memory.total)})"
     if best.fits:
         return f"it fits with {options}"

@@ -25,7 +25,7 @@ BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Traffic(Collective):
-    """Communication of one kind, for one purpose, over the same mesh axes."""
+    """Collectives of one kind, over the same mesh axes, for one purpose."""
 
     purpose: str
 
@@ -133,9 +133,9 @@ def expected_traffic(
 def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
     """Return the all-gathers of parameters.
 
-    ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer twice, for the forward and the
-    backward pass. Embeddings are gathered once for the whole network. A pipeline gathers everything
-    once per step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
+    For each microbatch, ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer twice, for the
+    forward and the backward pass, and the embeddings once. A pipeline gathers everything once per
+    step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
     """
     stage, n = config.parallel.zero_stage, config.train.gradient_accumulation_steps
     axes = axes_with("shards_parameters")
@@ -165,12 +165,12 @@ def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...])
 
 
 def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
-    """Return the reduction of gradients.
+    """Return the traffic for reducing gradients.
 
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
-    the shards over the other axes. If `tensor` does not split a weight, its gradient is also
-    all-reduced over `tensor` in two cases: for vocabulary tables, and with sequence parallelism.
-    Pipeline stages all-reduce the gradients of weights that are not part of a layer.
+    the shards over the other axes. If `tensor` does not split a weight, the weight's gradient is
+    also all-reduced over `tensor` if the weight is a vocabulary table or sequence parallelism is
+    used. Pipeline stages all-reduce the gradients of weights that are not part of a layer.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
@@ -199,9 +199,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
 def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Traffic]:
     """Return the traffic of tensor and sequence parallelism (arXiv 1909.08053 and 2205.05198).
 
-    Each pass has two all-reduces per layer. The forward pass has another for the embedding, and the
-    backward pass has another for the output layer. With sequence parallelism, a reduce-scatter and
-    an all-gather replace each all-reduce, and the backward pass repeats the all-gathers of the
+    Each pass has two all-reduces per layer. The forward pass has one more for the embedding, and
+    the backward pass has one more for the output layer. With sequence parallelism, a reduce-scatter
+    and an all-gather replace each all-reduce, and the backward pass repeats the all-gathers of the
     forward pass (section 4.2.2).
     """
     axes = axes_with("splits_heads")
@@ -242,7 +242,7 @@ def _pipeline(
 
     Activations move to the next stage in each tick, and their gradients move back. The outputs of
     the last stage are scattered, and their gradients are gathered. If stages run layers that other
-    stages store, they exchange the weights twice, and the accumulators and the gradients once.
+    stages store, they exchange the weights twice, and the accumulators and gradients once each.
     """
     axes = axes_with("splits_layers")
     if not work.ticks:

@@ -114,7 +114,7 @@ def plots_text(run: RunFiles, width: int) -> str:
     """Return a text summary of a run, with plots that are `width` (at least 31) columns wide.
 
     The plot of a nearly constant curve is replaced by its range, unless its panel has a logarithmic
-    axis. The newest `LayersRecord`, if any, is plotted against the layers.
+    axis. If the run has a `LayersRecord`, the newest one is plotted with the layers on the x-axis.
     """
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")

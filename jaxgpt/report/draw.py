@@ -20,9 +20,9 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Convert an `OSError` or `ValueError` from writing a file to a `UsageError`.
+    """Raise `UsageError` if an `OSError` or `ValueError` occurs while a file is being written.
 
-    `option`, such as `--csv`, is named in the message.
+    The message names `option`, such as `--csv`.
     """
     try:
         yield

@@ -67,7 +67,7 @@ class Plots:
         self.figures = [
             self._panel(panel, [x, y][: 1 + panel.has_log], x_range=ranges[x], y_axis_type=y)
             for panel, x, y in itertools.product(PANELS, ranges, ("linear", "log"))
-            if panel.title in shown or not shown  # a run that has no records yet
+            if panel.title in shown or not shown  # no run has records yet
             if y == "linear" or panel.has_log
         ]
 

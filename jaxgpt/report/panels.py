@@ -27,7 +27,7 @@ class Panel(NamedTuple):  # a plot of metrics against steps
     unit: str
     curves: tuple[tuple[str, str, str], ...]  # kind of record, name in the record, label
     scale: float = 1.0
-    is_noisy: bool = False  # draw a smoothed line above the raw one
+    is_noisy: bool = False  # draw a smoothed line on top of the raw one
     has_log: bool = False  # offer a logarithmic y-axis
 
 
@@ -71,7 +71,7 @@ def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Seri
     marks, curve, key = events(run.records), out[panel.is_noisy].columns, panel.curves[0][1]
     steps, finite = np.array([mark.step for mark in marks], float), np.isfinite(curve["y"])
     points = (curve["steps"][finite], curve["y"][finite]) if finite.any() else ([0], [np.nan])
-    own = [mark.record.get(key) for mark in marks]  # the spike's own value
+    own = [mark.record.get(key) for mark in marks]  # values in the events' records, if any
     heights = np.where([y is None for y in own], np.interp(steps, *points), np.array(own, float))
     ends = np.array([mark.last for mark in marks], float)
     looks = {"kind": [mark.kind for mark in marks], "text": [mark.text[:300] for mark in marks]}
@@ -89,7 +89,7 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Return the centred moving mean of `values` (N,) over about 2% of the curve: (N,).
 
-    Non-finite values are left out of the means, and become NaN.
+    Non-finite values are left out of the means, and the result is NaN at their positions.
     """
     if not len(values):
         return values
@@ -100,7 +100,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def extremes(values: np.ndarray, limit: int) -> np.ndarray:
-    """Return the indices of at most `limit` values: the first, the last, and extremes.
+    """Return the indices of at most `limit` values: the first, the last, and local extremes.
 
     The indices (int64) are increasing. If there are at most `limit` values, all are kept.
     Otherwise, `values` (N,) is split into (limit - 2) // 2 nearly equal parts, and the minimum and

@@ -29,7 +29,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     import jax
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-    reset_cache()  # JAX would keep the folder of an earlier call, even if the cache is now off
+    reset_cache()  # JAX would keep using the folder of an earlier call
     jax.config.update("jax_compilation_cache_dir", None)
     if directory.lower() in (OFF, "none", "null", ""):
         return "compile cache: off"
@@ -124,7 +124,7 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group closes. Return the reason for a failure, else ""."""
+    """Lock the folder until the group closes. Return "", or the reason for a failure."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:

@@ -14,10 +14,10 @@ MAX_CPU_DEVICES = 2048  # XLA's limit per process
 def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Return the number of devices that each process of a CPU job simulates.
 
-    JAX_NUM_CPU_DEVICES takes precedence, and is not compared with the mesh. By default, the
-    processes share the devices of the mesh equally. If the mesh contains -1, each process simulates
-    the smallest number of devices that makes the total a multiple of the product of the other axis
-    sizes.
+    If JAX_NUM_CPU_DEVICES is set, return its value, even if it does not fit the mesh. By default,
+    the processes share the devices of the mesh equally. If the mesh contains -1, each process
+    simulates the smallest number of devices that makes the total a multiple of the product of the
+    other axis sizes.
 
     Raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid, if a process would need more than
     `MAX_CPU_DEVICES` devices, or if the mesh has no -1 and its devices cannot be divided equally
@@ -53,8 +53,8 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 
     Processes on one host that see the same accelerators get equal shares, and any remainder is
     unused. The result is None on CPUs, if the process sees at most one accelerator, or if no other
-    process on the host sees the same accelerators. Otherwise, on a machine in `MACHINES` with Intel
-    GPUs, this also sets ZE_AFFINITY_MASK.
+    process on the host sees the same accelerators. If the result is not None and the machine is in
+    `MACHINES` and has Intel GPUs, this also sets ZE_AFFINITY_MASK.
 
     All processes must call this. Raises `UsageError` on all processes if the processes on a host
     outnumber the accelerators that they share, unless only one accelerator is visible.
@@ -81,7 +81,8 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
     """Return this process's visible accelerators, and the number of processes that share them.
 
-    The third value is this process's index among these processes. All processes must call this.
+    The third value is this process's index among the processes that share them. All processes must
+    call this.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
@@ -96,10 +97,10 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Estimate the number of devices that the mesh will have once JAX starts.
 
-    This is the product of the axis sizes, even if the job has another number of devices. If
-    the mesh contains -1, the devices of all processes are added up instead. In this case, a CPU job
-    raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or the mesh is too large. A single
-    visible accelerator counts as one device, even if JAX splits it. All processes must call this.
+    This is the product of the axis sizes, even if the job has a different number of devices. If the
+    mesh contains -1, this is the total number of devices of all processes. In this case, a CPU job
+    raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or the mesh is too large. A single visible
+    accelerator counts as one device, even if JAX splits it. All processes must call this.
     """
     if shape.is_filled:
         return shape.n_devices

@@ -9,9 +9,9 @@ LIMIT = 2  # programs; keeps the devices busy, but lets a run stop soon after a 
 
 
 class DispatchLimiter:
-    """Limits the number of unfinished programs to `LIMIT`.
+    """Limits the number of programs in flight to `LIMIT`.
 
-    After 32 unfinished programs on a CPU device, XLA blocks the dispatching thread. If the oldest
+    If a CPU device has 32 programs in flight, XLA blocks the dispatching thread. If the oldest
     program waits for another device's program that this thread has not yet dispatched, the job
     deadlocks.
     """

@@ -48,9 +48,10 @@ def initialize_jax(
 ) -> dict[str, Any]:
     """Start JAX on this process, and connect the processes if the job has several.
 
-    Every process must call this. It sets environment variables, the JAX settings in `PINNED` and,
-    on CPUs, malloc options. In a job with several processes, it also unsets proxy variables. When
-    it connects the processes, it replaces sys.stdout and discards other output to stdout.
+    Every process must call this. This function sets environment variables, the JAX settings in
+    `PINNED` and, on CPUs, malloc options. In a job with several processes, it also unsets proxy
+    variables. When it connects the processes, it replaces sys.stdout and discards other output to
+    stdout.
 
     Args:
         cluster: the processes of the job.
@@ -129,7 +130,7 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
         local_device_ids=devices,
         cluster_detection_method="deactivate",  # otherwise, JAX selects devices by SLURM_LOCALID
         initialization_timeout=math.ceil(cluster.timeout),
-        heartbeat_timeout_seconds=int(2 * LOST_HOST),  # the monitor acts first
+        heartbeat_timeout_seconds=int(2 * LOST_HOST),  # long, so that the monitor acts first
     )
     set_gloo_hostname(_outward_address(cluster, coordinator.rpartition(":")[0].strip("[]")))
     return coordinator
@@ -185,8 +186,8 @@ def _facts(cluster: ProcessGroup, devices: list[Any]) -> dict[str, Any]:
 def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes must stop after `step`.
 
-    Set `requested` if this process has just been asked to stop. It then sends itself SIGTERM, and
-    JAX catches the signal. Every process must call this for each step. Returns None if
+    Set `requested` if this process has just been asked to stop. The process then sends itself
+    SIGTERM, which JAX catches. Every process must call this for each step. Returns None if
     `jax.distributed` is not used. If it is used, the processes must have been connected with
     `preemption=True`.
     """
@@ -244,7 +245,7 @@ def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return the console header's line about devices and processes.
+    """Return the line about devices and processes for the header of the console.
 
     `facts` is the result of `initialize_jax`.
     """

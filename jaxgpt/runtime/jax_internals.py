@@ -1,7 +1,7 @@
 """All uses of JAX's private APIs.
 
 Each function documents why it needs a private name, and what it does if JAX has removed the name.
-In that case, tests/runtime/test_jax_internals.py fails and reports the function.
+If a name is missing, tests/runtime/test_jax_internals.py fails and reports the function.
 """
 
 import functools
@@ -11,9 +11,9 @@ def set_gloo_hostname(address: str) -> bool:
     """Make Gloo, the collectives library for CPUs, listen on `address` on this host.
 
     Call this before JAX creates its first device. Returns True. Reason: By default, Gloo listens on
-    the address of the host name, and JAX has no setting to change this. On Debian, this address is
-    127.0.1.1, which no other host can reach. Fallback: return False and let Gloo choose the
-    address.
+    the address that the host name resolves to, and JAX has no setting to change this. On Debian,
+    this address is 127.0.1.1, which no other host can reach. Fallback: return False and let Gloo
+    choose the address.
     """
     try:
         from jaxlib import _jax
@@ -29,12 +29,12 @@ def set_gloo_hostname(address: str) -> bool:
 def use_one_cache_key() -> bool:
     """Make a program's compile-cache key the same on all processes of a CPU job. Return True.
 
-    This concerns programs that use the devices of all processes.
+    This applies to programs that run on the devices of all processes.
 
     Reason: JAX's key includes the topology, which differs between the processes of a CPU job. Only
     process 0 writes cache entries, so the other processes would not find an entry. This function
-    makes JAX use the device kinds instead, as for platforms without a topology. Fallback: return
-    False, and the caller compiles without a cache.
+    makes JAX use the device kinds instead of the topology, as JAX does for platforms without a
+    topology. Fallback: return False, and the caller compiles without a cache.
     """
     try:
         from jax._src import cache_key

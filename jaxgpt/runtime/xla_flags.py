@@ -5,8 +5,8 @@ import os
 from jaxgpt.config import UsageError
 
 VARIABLE = "XLA_FLAGS"
-# The processes of a CPU job may share cores, and then wait for each other for longer than 40 s,
-# XLA's default limit.
+# Processes of a CPU job that share cores may wait for each other for more than 40 s, XLA's default
+# limit.
 CPU_COLLECTIVES = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
@@ -19,7 +19,7 @@ QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 def add_xla_flags(*flags: str) -> None:
     """Prepend missing flags to XLA_FLAGS. The user's flags win, because XLA uses the last value.
 
-    Raises `UsageError` if XLA_FLAGS is the name of a file, which does not begin with a dash.
+    Raises `UsageError` if XLA_FLAGS does not begin with a dash, because it is then a file name.
     """
     given = os.environ.get(VARIABLE, "").strip()
     if given and not given.startswith("-"):

@@ -16,9 +16,9 @@ from jaxgpt.spikes.skip import SkipRanges
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
     """Return the loss, or NaN on device faults.nan_device at step faults.nan_step.
 
-    The gradient is then also NaN. All devices that compute the same rows of the batch get NaN. If
-    faults.nan_step is not set, return `loss` itself. `loss` and `step` are scalars. Call this
-    inside `jax.shard_map`.
+    The gradient of a NaN loss is also NaN. All devices that process the same rows of the batch as
+    faults.nan_device get NaN. If faults.nan_step is not set, return `loss` itself. `loss` and
+    `step` are scalars. Call this inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:

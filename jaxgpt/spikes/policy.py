@@ -1,7 +1,7 @@
 """Rewinds after loss spikes: the decision to rewind, and its record in the run directory.
 
 A rewind is committed after its checkpoint has been restored (`train/restart.py`). Each part of the
-commit is idempotent, so the next start of the run completes an interrupted commit.
+commit is idempotent, so the next start of the run can complete an interrupted commit.
 """
 
 import json
@@ -96,7 +96,7 @@ def decide_rewind(
             f"{step}, because there is no checkpoint at or before step {latest}; continue with a "
             "smaller margin or another spike.action"
         )
-    # If the batch size changed after `to`, different steps will now consume the sequences to skip.
+    # If the batch size changed after `to`, the sequences to skip now belong to different steps.
     first = sizes.consumed(max(to, step - settings.skip_before - 1))
     end = sizes.consumed(step + settings.skip_after)
     sizes = sizes.change_after(to, config.train.batch_size)

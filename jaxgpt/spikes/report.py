@@ -39,7 +39,7 @@ def rows_text(rows: list[dict[str, Any]]) -> str:
 
 
 def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the skipped ranges of steps in a run's records, as inclusive (first, last) pairs."""
+    """Return the ranges of skipped steps in a run's records, as inclusive (first, last) pairs."""
     steps = [r["step"] for r in records if r["kind"] == "train" and r["skipped"]]
     return list(SkipRanges((step, step) for step in steps).ranges)
 

@@ -22,7 +22,7 @@ BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Console:
-    """Prints to the terminal and writes a log file. Without a log file, `info` does nothing."""
+    """Prints to the terminal and writes a log file. `info` does nothing without a log file."""
 
     def __init__(self, log_file: Path | None, prints: bool):
         """Set the log file, and whether this process also prints to the terminal."""
@@ -44,8 +44,8 @@ class Console:
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
-        with contextlib.suppress(OSError):  # it is not a terminal, or mpiexec has exited
-            if self._mpiexec_output.is_char_device():  # not a pipe, which must not be opened
+        with contextlib.suppress(OSError):  # no terminal, or mpiexec has exited
+            if self._mpiexec_output.is_char_device():  # a pipe must not be opened
                 terminal = os.open(self._mpiexec_output, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
                 try:
                     return os.get_terminal_size(terminal).columns or None
@@ -100,7 +100,7 @@ class Console:
         sys.stdout = sys.stderr
         try:
             self._print(text)
-        except BrokenPipeError:  # the same `tee` read stderr
+        except BrokenPipeError:  # the same `tee` was reading stderr
             for descriptor in (STDOUT, STDERR):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 

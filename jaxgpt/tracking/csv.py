@@ -88,12 +88,12 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace")
-    csv.field_size_limit(2**31 - 1)  # by default 131,072; the text of a sample may be longer
+    csv.field_size_limit(2**31 - 1)  # the default is 131,072; a sample's text may be longer
     text = text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(text, newline=""))
     found = list(reader)
     if text.count('"') % 2:
-        found = found[:-1]  # it ends in the middle of a quoted text
+        found = found[:-1]  # the last row ends inside a quoted field
     whole = (row for row in found if None not in {*row} and None not in row.values())
     rows = [row for row in whole if row["step"].isdecimal()]
     return list(reader.fieldnames or ()), rows
