@@ -77,9 +77,9 @@ def search_layouts(
 class Estimator:
     """Makes plans from formulas, without compiling.
 
-    Raises `UsageError` if the attention kernel or the optimizer is unknown, or if the device does
-    not support the kernel. The methods raise `UsageError` under the same conditions as `weights`.
-    The mesh must fit the configuration; see `mesh_shape`.
+    Raises `UsageError` if the attention kernel or the optimizer is unknown, or if the kernel cannot
+    run with these settings on the device. The methods raise `UsageError` under the same conditions
+    as `weights`. The mesh must fit the configuration; see `mesh_shape`.
     """
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):

@@ -82,9 +82,9 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     config.model.vocab_size must be set.
 
     Raises:
-        UsageError: if the device does not support the attention kernel or train.matmul_dtype, if
-            the mesh does not fit the model, or if an option names an unknown kernel, layer or
-            optimizer.
+        UsageError: if the attention kernel or train.matmul_dtype cannot be used with these settings
+            on the device, if the mesh does not fit the model, or if an option names an unknown
+            kernel, layer or optimizer.
         ValueError: if a loop with collectives has an unknown number of iterations.
         RuntimeError: if XLA cannot compile the step.
     """

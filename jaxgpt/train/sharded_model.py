@@ -67,8 +67,9 @@ class ShardedModel(NamedTuple):
         """Return the network with this device's parameter shards, for use inside `jax.shard_map`.
 
         Args:
-            grad_accumulators: zeros from `local_params`. The gradients with respect to these zeros
-                are the gradients of the parameters; see `parallel.zero.ShardedParam`.
+            grad_accumulators: zeros from `local_params` or, with parallel.offload=state, the sum of
+                earlier gradients. The gradients with respect to these arrays are the gradients of
+                the parameters, plus that sum; see `parallel.zero.ShardedParam`.
             params: this device's shards, from `local_params`.
         """
         return nnx.merge(
