@@ -12,7 +12,7 @@ GROUPS = {
     "checkpoint": "goodput",
     "goodput": "goodput",
 }
-# Tags that differ from GROUP/FIELD, by KIND/FIELD.
+# KIND/FIELD -> tag, for each field whose tag is not GROUP/FIELD.
 TAGS = {
     "train/dt": "throughput/dt",
     "train/tokens_per_sec": "throughput/tokens_per_sec",
@@ -43,9 +43,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in a record (except its step) by tag, such as `train/loss`.
 
     `record` is the result of `Record.to_dict` or a line of metrics.jsonl. Numbers in lists are left
-    out, and so is `skipped` if it is False. For a goodput record, the result has only the fraction
-    of the time spent on each activity. The result is empty if the kind of the record is not in
-    `GROUPS`.
+    out, and so is `skipped` if it is False. A goodput record yields only the fraction of time spent
+    on each activity. The result is empty if the kind of the record is not in `GROUPS`.
     """
     kind = record["kind"]
     if kind not in GROUPS:
@@ -63,7 +62,7 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the tag and value of a number, or of every number in a dict."""
+    """Yield (tag, value) for a number, or for every number in a nested dict."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _numbers(f"{tag}/{name}", inner)

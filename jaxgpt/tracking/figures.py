@@ -1,4 +1,4 @@
-"""Training lines, and the format of each metric."""
+"""Log lines that report training metrics, and the format of each metric."""
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """The legend and the format of one metric in a training record."""
+    """Legend and display format of one metric in a training record."""
 
     legend: str
     short: str = ""  # name on the console; by default, the name in the record
@@ -70,10 +70,10 @@ def train_line(
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    The text has the metrics in `figures`, and the mean loss of each corpus. Missing values and zero
-    counts of skipped and non-finite steps are left out. If `width` is given, the metrics with the
-    highest ranks are dropped until the line fits into `width` columns. The step, the skipped range
-    and metrics with a negative rank are never dropped.
+    The text has the metrics in `figures`, and the mean loss of each corpus. Missing values are left
+    out, and so are `skipped_steps` and `nonfinite_steps` if they are 0. If `width` is given, the
+    metrics with the highest ranks are dropped until the line fits in `width` columns. The step, the
+    skipped range and metrics with a negative rank are never dropped.
     """
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
@@ -94,7 +94,7 @@ def train_line(
 def legend(
     figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
 ) -> list[str]:
-    """Return the legend of the training lines: a line each for the step, metrics and corpora.
+    """Return the legend of the training lines: one line for the step, each metric and each corpus.
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
     given, the legend omits the corpora, and any metrics that rarely fit in a training line of that
@@ -106,7 +106,7 @@ def legend(
         for name, figure in figures.items():
             if name not in _SILENT_AT_ZERO:
                 parts.append((figure.rank, names[name] + TYPICAL_VALUE))
-        shown = _fitting(parts, width + 20)  # numbers may be shorter, or missing
+        shown = _fitting(parts, width + 20)  # actual values may be shorter, or missing
         names = {name: short for name, short in names.items() if short + TYPICAL_VALUE in shown}
     out = {"step": "optimizer step (from 1) / last step"}
     out |= {short: figures[name].legend for name, short in names.items()}

@@ -26,7 +26,7 @@ class JsonLines:
     """Writes metrics.jsonl. Non-finite numbers become null.
 
     A failed write raises `OSError`, and a failed rewind raises `UsageError` or `OSError`. The next
-    call begins by retrying the failed operation. Lines that cannot be written are kept as in
+    call first retries the failed operation. Lines that cannot be written are kept as in
     `AppendedFile`.
     """
 
@@ -96,7 +96,7 @@ class Samples:
 
     def log(self, record: Record) -> None:
         texts = [_sample_text(record.step, record.text)] if isinstance(record, SampleRecord) else []
-        self._file.write(*texts)  # even without a text, this retries earlier samples
+        self._file.write(*texts)  # even if `texts` is empty, this retries earlier samples
 
     def rewind(self, step: int) -> None:
         """Rewrite the file with the samples that are still in metrics.jsonl.
@@ -169,9 +169,9 @@ def truncate_metrics(
 ) -> None:
     """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
-    The record `replaces` and lines without a valid kind and step are also dropped. If `record` is
-    given, it is appended. Raises `UsageError` if the file cannot be written, and `OSError` if it
-    cannot be read.
+    Records equal to `replaces` are also dropped, and so are lines without a valid kind and step. If
+    `record` is given, it is appended. Raises `UsageError` if the file cannot be written, and
+    `OSError` if it cannot be read.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))

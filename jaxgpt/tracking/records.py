@@ -134,7 +134,7 @@ class CheckpointRecord(Record):
     kind = "checkpoint"
     path: str
     stalled: float  # seconds that training was stalled
-    seconds: float  # from the start of the save until it was complete
+    seconds: float  # seconds from the start of the save to its completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,17 +148,17 @@ class GoodputRecord(Record):
     kind = "goodput"
     after: int
     start: float  # Unix time at which the process started
-    began: float  # Unix time at which the previous record ended, or `start`
+    began: float  # `ended` of this process's previous record, or `start` if there is none
     ended: float
     seconds: Mapping[str, float]  # seconds spent on each activity; they add up to `ended - began`
-    is_last: bool  # whether the run then finished, or stopped with a checkpoint
+    is_last: bool  # True if the run finished, or stopped after saving a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerRecord(Record):
     """A process that slows down the other processes; see `train/reporting/stragglers.py`.
 
-    All times are in seconds per step, and are from the last interval that was measured.
+    All times are in seconds per step, measured over the last interval.
     """
 
     kind = "straggler"
@@ -166,8 +166,8 @@ class StragglerRecord(Record):
     host: str
     own: float  # time of the process, excluding waits for devices
     median: float  # median of `own` over all processes
-    data: float  # part of `own` that was spent waiting for data
-    seconds: float  # total time of a step, as the median over all processes
+    data: float  # part of `own` spent waiting for data
+    seconds: float  # total step time, median over all processes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Run directories read from disk: their records, curves, settings, age and state."""
+"""Reading run directories: records, curves, settings, age and state."""
 
 import datetime
 import os
@@ -72,11 +72,11 @@ class RunFiles:
         return bool(new)
 
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps and values of one field in the records of a kind: float64 (N,) each.
+        """Return a field's steps and values in all records of one kind: float64 (N,) each.
 
-        Records without the field are skipped. Invalid values become NaN (see `number`). For the
-        kind `rewind`, `key` is ignored, and the values are the logged losses of the dropped steps,
-        with a NaN after each rewind.
+        Records without the field are skipped. Invalid values become NaN (see `number`). If `kind`
+        is `rewind`, `key` is ignored: the values are the logged losses of the steps that rewinds
+        dropped, with a NaN after each rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -131,8 +131,8 @@ class RunFiles:
 
         A locked run is `running`. Locks can be checked only on Linux, and sometimes only on the
         run's host. A run whose lock cannot be checked is `running` if it wrote to a log in the last
-        `RECENT` seconds, and its newest goodput record does not say that it ended. Do not call this
-        in the process that trains the run, because it would release the run's lock.
+        `RECENT` seconds, unless `is_last` is True in its newest goodput record. Do not call this in
+        the process that trains the run, because the check would release the run's lock.
         """
         lock, goodput = self.directory / ".lock", self.records["goodput"]
         if is_locked(lock):
@@ -145,7 +145,7 @@ class RunFiles:
         return "running" if not is_known and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
-        """Return the values of this run for a table, by heading.
+        """Return this run's table row as a dict from heading to value.
 
         Unknown values are None, but `step` is 0 before the first training or evaluation record.
         `age` is a timedelta, rounded to seconds. Losses are rounded to four decimals, and tokens/s

@@ -17,7 +17,8 @@ class SupervisorLink:
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
     the newest checkpoint, or 0), `step` (the step that training has reached) and `ending` (true
     only in the line from `close`). Methods raise `OSError` if a line cannot be sent, and the next
-    line opens a new connection. Without errors, the connection stays open until the process exits.
+    line opens a new connection. If no send fails, the connection stays open until the process
+    exits.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """TensorBoard event files: curves, samples and spikes as text, start-up times and settings.
 
 This module uses tensorboardX's EventsWriter, because tensorboardX's SummaryWriter keeps all scalars
-in memory, and hangs after the disk has been full.
+in memory, and hangs after the disk fills up.
 """
 
 import os
@@ -116,8 +116,7 @@ class TensorBoard:
     def rewind(self, step: int) -> None:
         """Close the file. The next record starts a file that makes TensorBoard hide later steps.
 
-        TensorBoard's default reader hides a tag's steps after `step` only once the tag is written
-        again.
+        TensorBoard's default reader still shows a tag's later steps until the tag is written again.
         """
         self._resume_step = self._step = step
         self.close()

@@ -25,7 +25,7 @@ class Trackio:
     Methods raise the errors of trackio and sqlite3, and `OSError` if the folder cannot be written.
     """
 
-    extra = "trackio"  # required package, and the jaxgpt extra of the same name
+    extra = "trackio"  # name of the required package, and of the jaxgpt extra that installs it
     view = ""
 
     def open(self, run: Any, resume_step: int | None) -> None:

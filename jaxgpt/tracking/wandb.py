@@ -26,15 +26,15 @@ class Wandb:
     offline mode, a new W&B run begins if the run restarts from step 0, or if all of its earlier
     processes were killed.
 
-    W&B accepts values only for its newest step. Evaluations and some other records may be about an
+    W&B accepts values only for its newest step. Evaluations and some other records may belong to an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
     `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
-    raise W&B's own errors. They raise `ValueError` if the file with the ID is damaged, and
-    `OSError` if this file cannot be read or written, or if metrics.jsonl cannot be read.
+    raise W&B's own errors. They raise `ValueError` if the file that stores the run ID is damaged,
+    and `OSError` if this file cannot be read or written, or if metrics.jsonl cannot be read.
     """
 
-    extra = "wandb"  # required package, and the jaxgpt extra of the same name
+    extra = "wandb"  # name of the required package, and of the jaxgpt extra that installs it
     view = ""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Wandb:
             reinit="create_new",
             settings=wandb.Settings(
                 silent=True,
-                console="off",  # otherwise, W&B would replace sys.stdout
+                console="off",  # keeps W&B from replacing sys.stdout
                 finish_timeout=ANSWER / 2,
                 finish_timeout_raises=True,
             ),

@@ -123,7 +123,7 @@ def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
     """Return the timeout in seconds for all processes to join, and the hang watchdog's limit.
 
     The limit is None if train.hang_timeout is None. `config` is None if the configuration is
-    invalid. In this case, the processes still join, so that all of them exit with the error.
+    invalid. The processes join even then, so that all of them exit with the error.
     """
     minutes = config.train.hang_timeout if config else None
     timeout = config.init_timeout if config else INIT_TIMEOUT

@@ -64,7 +64,7 @@ class CompiledFunctions:
     model: ShardedModel
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
-    n_parameters: tuple[int, int]  # (total, without lookup embeddings), from `count_parameters`
+    n_parameters: tuple[int, int]  # (total, excluding lookup embeddings), from `count_parameters`
     warnings: tuple[str, ...]  # about the layout, the attention kernel and FP8
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
@@ -85,7 +85,7 @@ class CompiledFunctions:
     """params -> (function that decodes one text, empty KV cache)."""
 
     def describe(self) -> str:
-        """Return the number of parameters without lookup embeddings, and the mesh, as text.
+        """Return the parameter count (excluding lookup embeddings) and the mesh as text.
 
         For example: `2.53M parameters, data=2 fsdp=1 tensor=1`.
         """
@@ -123,7 +123,7 @@ def make_steps(
         attend: the attention function; by default, the kernel that model.attention selects.
         slices: number of slices that each device's part of a microbatch is split into; the default
             is 1 or, if `on_cpu`, the result of `choose_n_slices`.
-        on_cpu: whether to build the model for CPUs; by default, whether `mesh` has CPU devices.
+        on_cpu: whether to build the model for CPUs; by default, True if `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 
     Raises:
@@ -159,7 +159,7 @@ def make_steps(
         # Evaluate without FP8, because FP8 scales would make a row's result depend on the other
         # rows.
         model = shard(config.replace(train__matmul_dtype=None))
-    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # no rules shard more dimensions
+    rules = sharding.opt_state_rules(config.parallel.zero_stage)  # these shard the most dimensions
     state, batch_at = state_shapes(config, mesh), sharding.batch_sharding(mesh)
     state_at, whole = jax.tree.map(lambda leaf: leaf.sharding, state), sharding.replicated(mesh)
     jit_eval = functools.partial(

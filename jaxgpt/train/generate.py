@@ -28,8 +28,8 @@ class Generator(NamedTuple):
     The prompt is written to the KV cache in chunks. After that, tokens are decoded one at a time.
     The sequence may grow beyond model.block_size. With rotary positions, global layers attend to
     the cached keys and values of the last model.block_size tokens. With learned positions, each
-    further token shifts the positions of all others and so invalidates the cache. As in nanoGPT,
-    the last model.block_size tokens are recomputed for each of these tokens.
+    token beyond model.block_size shifts the positions of all others, which invalidates the cache.
+    As in nanoGPT, the last model.block_size tokens are then recomputed for each new token.
     """
 
     start: Callable[[Params, jax.Array, jax.Array], Text]
@@ -129,7 +129,7 @@ def make_generate(
 def cached_tokens(n_positions: int | None, length: Any) -> Any:
     """Return how many tokens can be generated with the KV cache after a prompt of `length` tokens.
 
-    With RoPE (`n_positions` is None), the number is not limited, and the result is 2^31 - 1.
+    With RoPE (`n_positions` is None), there is no limit, and the result is 2^31 - 1.
     """
     return np.iinfo(np.int32).max if n_positions is None else n_positions + 1 - length
 

@@ -37,7 +37,7 @@ def layer_values(
 
 
 def norms_L(arrays: Params) -> jax.Array:
-    """Return each layer's L2 norm over a tree of float32 arrays of shape (L, ...): float32 (L,)."""
+    """Return the L2 norm of each layer in a tree of float32 arrays (L, ...): float32 (L,)."""
     squares_L = (jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(arrays))
     return jnp.sqrt(sum(squares_L))
 

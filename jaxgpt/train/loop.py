@@ -29,7 +29,8 @@ from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 class StepsResult(NamedTuple):
     """Step at which `run_steps` or `run_with_restarts` ended, and the reason."""
 
-    # The last step. If training stopped during a restart, the step of the checkpoint, or 0.
+    # The last step. If training stopped during a restart, this is the checkpoint's step, or 0 if
+    # there is no checkpoint.
     step: int
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
@@ -71,8 +72,8 @@ def train(
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
         result = run_with_restarts(run, state, trainer)
     except UsageError:  # for example, because the data has disappeared
-        # Finish the checkpoint that is being saved. With several processes, this is a collective
-        # operation that the other processes may never join.
+        # Finish the checkpoint that is being saved, but only if there is a single process: this is
+        # a collective operation that other processes may never join.
         if cluster.size == 1:
             trainer.job.checkpoints.close(is_final=False)
         raise
@@ -98,7 +99,7 @@ def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
 
 
 def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train until the run ends or stops, and restart after corruption and spikes if necessary.
+    """Train until the run ends or stops; restart it after corruption or a loss spike.
 
     If the run cannot restart, the result has a `failure`. The caller must not use `state`
     afterwards, because the first step donates it. All processes call this together. Raises the same
@@ -134,7 +135,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 
     Raises:
         UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
-            under the conditions in `Checkpoints.close`.
+            when `Checkpoints.close` raises it.
         OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
             folder for a profile cannot be created or removed.
         ValueError: if JAX writes no trace for a profile.

@@ -149,8 +149,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
     """Given a damaged checkpoint, return the newest earlier one with undamaged JSON.
 
     Return None if there is no such checkpoint, if `checkpoint` is None, or if
-    checkpoint.on_damage=refuse. Raises `UsageError` if the JSON of a checkpoint cannot be read at
-    the moment.
+    checkpoint.on_damage=refuse. Raises `UsageError` as `valid_checkpoints` does.
     """
 
     def on_process_0() -> int | None:
@@ -199,9 +198,9 @@ def load_weights(
 ) -> TrainState:
     """Return the initial state, with parameters from a run's checkpoint or from converted weights.
 
-    `folder` is a run directory or the output of jaxgpt.convert. `step` is the step of the
-    checkpoint to load from it. A learned position-embedding table is truncated to its first
-    model.block_size rows. All processes call this together.
+    `folder` is a run directory or the output of jaxgpt.convert, and `step` selects one of its
+    checkpoints. A learned position-embedding table is truncated to its first model.block_size rows.
+    All processes call this together.
 
     Raises:
         DamagedCheckpoint: on every process, if the weight arrays are damaged.
@@ -236,10 +235,10 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 
     Raises:
         NoRewind: on every process, if the run cannot rewind.
-        UsageError: on every process, if rewinds.json is damaged or unreadable, or for the same
-            reasons as in `valid_checkpoints`.
-        OSError: on process 0, if the table of spikes cannot be read or printed. It is printed when
-            the run cannot rewind.
+        UsageError: on every process, if rewinds.json is damaged or unreadable, or when
+            `valid_checkpoints` raises it.
+        OSError: on process 0, if the run cannot rewind and the table of spikes cannot be read or
+            printed.
     """
     record = job.report.spike_record(spike)
 
@@ -266,8 +265,8 @@ def after_corruption(
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
     The result is the newest checkpoint with undamaged JSON, or None for the state before the first
-    step. With train.verify_interval, checkpoints are saved only if replicas agree. All processes
-    call this together.
+    step. If train.verify_interval is set, checkpoints are saved only if replicas agree. All
+    processes call this together.
 
     Args:
         devices: mesh indices of devices whose parameters differ from the other replicas.
@@ -277,7 +276,7 @@ def after_corruption(
     Raises:
         DeviceFailed: on every process, if `earlier` contains this checkpoint `MAX_CORRUPTIONS`
             times.
-        UsageError: on every process, for the same reasons as in `newest_undamaged`.
+        UsageError: on every process, when `newest_undamaged` raises it.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

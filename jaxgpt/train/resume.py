@@ -167,9 +167,7 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a list with a log line if the run continues after the learning-rate decay has ended.
-
-    If it does not, the list is empty.
+    """Return a log line if training continues after the learning-rate decay ends, else no lines.
 
     Args:
         resume_step: step of the checkpoint to resume from; None for a new run.
@@ -191,7 +189,7 @@ def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
 
 
 def rate_in_warmup(config: Config) -> list[str]:
-    """Return a list with a log line if fine-tuning ends during warm-up, or an empty list."""
+    """Return a log line if fine-tuning ends during warm-up, else no lines."""
     optimizer, end = config.optimizer, config.train.max_iters
     if config.train.init_from is None or end >= optimizer.warmup_iters:
         return []
@@ -252,7 +250,7 @@ def _saved_model(init_from: str) -> ModelConfig:
                     "config.json"
                 )
             return read_model(folder)
-        except OSError as error:  # such as a parent folder without search permission
+        except OSError as error:  # for example, a parent folder denies search permission
             words = f"cannot be read ({in_words(error)})"
             raise UsageError(f"train.init_from={init_from}: {words}") from None
         except UsageError as error:
@@ -328,7 +326,7 @@ def _share_tokenizer(
 
     The `COMPANIONS` of the weights are copied into the run directory. If the data has no tokenizer
     but the weights have a tokenizer file, the run uses this file. If one of the tokenizers is
-    unknown, a warning is returned. Raises `UsageError` if the tokenizers differ, unless
+    unknown, the log lines include a warning. Raises `UsageError` if the tokenizers differ, unless
     data.accept_changes is set, and `OSError` if a file cannot be copied.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
@@ -369,13 +367,13 @@ def ranges_to_skip(
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
     The result includes the ranges skipped before the checkpoint. It has the format of
-    train_range_to_skip: first, last, first, last, ... A range in `asked` causes a warning if it
-    contains steps that were trained before the checkpoint. Raises `UsageError` if the checkpoint
-    has a setting that is unknown or malformed.
+    train_range_to_skip: first, last, first, last, ... A range in `asked` causes a warning if some
+    of its steps were trained before the checkpoint was saved. Raises `UsageError` if the checkpoint
+    has an unknown or malformed setting.
 
     Args:
-        asked: the ranges of train_range_to_skip.
-        rewound: the ranges skipped by the rewinds of the run.
+        asked: the ranges in train_range_to_skip.
+        rewound: the ranges that the run's rewinds skip.
         step: the step of the checkpoint; None at the start of a run.
         meta: the JSON of the checkpoint; not used at the start of a run.
     """

@@ -65,7 +65,7 @@ class Run:
     All processes hold the same values, but the paths of the data may differ between hosts.
     """
 
-    config: Config  # with model.vocab_size, `out` and the skip ranges of earlier commands
+    config: Config  # including model.vocab_size, `out` and the skip ranges of earlier commands
     directory: Path
     dataset: Dataset
     fingerprints: list[list[str]]  # [path, hash] of each data source
@@ -107,7 +107,7 @@ class Run:
         """Return the number of tokens consumed from each current corpus up to `step`, by name.
 
         data.blend may have changed at `resume_step`, so the counts up to that step come from the
-        checkpoint. `step` must not be before `resume_step`. `rows` loads the training data, with
+        checkpoint. `step` must not be before `resume_step`. `rows` is the training loader, with
         this run's `batch_sizes`.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
@@ -150,7 +150,8 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
     """Raise `UsageError` if process 0 has different data or a different tokenizer."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # One process per host compares hashes, and so does any whose paths differ from process 0's.
+    # Hashes are compared by the first process of each host, and by any process whose paths differ
+    # from those of process 0.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
             dataset.sources,

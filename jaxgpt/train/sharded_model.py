@@ -42,7 +42,7 @@ class ShardedModel(NamedTuple):
     layouts: Any  # tree with the `ParamLayout` of every parameter
     context: ParallelContext
     graph: nnx.GraphDef  # the network without parameters
-    n_slices: int  # number of slices of each device's part of a microbatch
+    n_slices: int  # each device's part of a microbatch is split into this many slices
     schedule: Schedule = ACCUMULATE
     warnings: tuple[str, ...] = ()
     context_note: str = ""  # for the log: how attention is computed if an axis splits the sequence
@@ -79,9 +79,9 @@ class ShardedModel(NamedTuple):
     def run_on_shards(
         self, local: Callable[[Params, Batch], Any], params: Params, batch: Batch
     ) -> Any:
-        """Return the result of `local`, which runs on each device's shards of both arguments.
+        """Run `local` on each device's shards of `params` and `batch`, and return its result.
 
-        All devices must have the same result. This applies `jax.shard_map`.
+        The result must be the same on all devices. This applies `jax.shard_map`.
         """
         return jax.shard_map(
             local,
@@ -224,12 +224,12 @@ def param_layout(
 def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return how many equal slices each CPU's part of a microbatch is split into.
 
-    Slices are processed one after another, like microbatches. They save memory and are faster on
-    CPUs. The result divides the number of rows. It is chosen so that the size of a slice's
-    activations is as close as possible to `SLICE_BYTES` or `GRADIENTS_PER_SLICE` times the size of
-    the gradients, whichever is larger. If any axis except `data` is larger than 1, the result is
-    1, because each slice would add communication. model.vocab_size must be set. Raises `UsageError`
-    as `activation_bytes` does.
+    Slices are processed one after another, like microbatches. Slicing saves memory and is faster on
+    CPUs. The result divides the number of rows. It brings the size of a slice's activations as
+    close as possible to `SLICE_BYTES` or to `GRADIENTS_PER_SLICE` times the size of the gradients,
+    whichever is larger. If any axis except `data` is larger than 1, the result is 1, because each
+    slice would add communication. model.vocab_size must be set. Raises `UsageError` as
+    `activation_bytes` does.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

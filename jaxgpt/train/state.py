@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return a run's optimizer for unsharded parameters, without the learning rate.
+    """Return a run's optimizer for unsharded parameters, which does not apply the learning rate.
 
     model.vocab_size must be set. Raises `UsageError` as `make_optimizer` and `weights` do.
     """
@@ -80,7 +80,7 @@ def state_of(config: Config, params: Params) -> TrainState:
 
 
 def state_shapes(config: Config, mesh: Mesh) -> TrainState:
-    """Return the shape, dtype and sharding of every array in the state, without computing any.
+    """Return the shape, dtype and sharding of every array in the state, without computing them.
 
     parallel.zero_stage determines how the parameters and the optimizer state are sharded, and
     parallel.offload determines which of them are in host memory. model.vocab_size must be set.
@@ -117,7 +117,7 @@ def checkpoint_tree(state: TrainState) -> dict[str, Any]:
 
 
 def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str, Any]:
-    """Return a checkpoint's JSON about the state and about the job.
+    """Return the part of a checkpoint's JSON that describes the state and the job.
 
     The keys are `mesh`, `processes`, `jax` and `spike_state`. The state of the spike detector is
     stored as JSON instead of arrays, because spike.window may change when a run resumes.

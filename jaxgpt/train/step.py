@@ -59,7 +59,7 @@ STEP_METRICS = {
 
 
 class Metrics(NamedTuple):
-    """Results of a step, apart from the new state."""
+    """Results of a step, except the new state."""
 
     scalars: dict[str, jax.Array]  # float32 scalars: the metrics in `STEP_METRICS`, by name
     row_losses: jax.Array  # float32 (B,): weighted mean loss of each row in nats; 0 without targets
@@ -189,7 +189,7 @@ def _local_loss_and_gradients(
             jax.random.fold_in(jax.random.key(config.train.seed), step),
         ),
     )
-    if not in_host:  # otherwise, the backward pass has already divided and reduced the gradients
+    if not in_host:  # offloaded gradients were divided and reduced in the backward pass
         gradients = jax.tree.map(lambda g: g / weight_sum, gradients)
         gradients = reduce_gradients(gradients, model.layouts)
     rows = parts.rows | parts.aux

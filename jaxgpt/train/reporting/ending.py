@@ -12,7 +12,7 @@ WIDTH = 30  # maximum number of bars in a sparkline, so that the line fits 80 co
 
 
 def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:
-    """Return lines with sparklines, the locations of the log and the curves, and a report command.
+    """Return the last lines: sparklines, locations of the log and the curves, and a report command.
 
     The sparklines show the loss and the throughput. A sparkline is omitted if there are fewer than
     two values. `views` is the result of `Trackers.views`. Raises `OSError` if metrics.jsonl cannot

@@ -9,7 +9,7 @@ from jaxgpt.train.reporting.stragglers import straggler_line
 
 
 class Event(NamedTuple):
-    """An event at steps `step` to `last`. Only spikes and rewinds have a `record`."""
+    """An event that spans the steps `step` to `last`. Only spikes and rewinds have a `record`."""
 
     kind: str
     step: int
@@ -32,7 +32,7 @@ def events(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[Event]:
         out.append(Event("rewind", r["spike"], r["spike"], text, r))
     for first, last in skipped_ranges(records["train"]):
         out.append(Event("skip", first, last, f"steps {first}-{last}"))
-    # Last step before each start of the run, newest start first.
+    # Start time -> last step before that start, newest start first.
     starts = {r.start: r.after for r in reversed(goodput_records(records["goodput"]))}
     texts = [("restart", after, f"after step {after}") for after in [*starts.values()][:-1]]
     texts += [("straggler", r["step"], straggler_line(r)) for r in records["straggler"]]

@@ -1,6 +1,6 @@
-"""Goodput: the share of a run's wall time, across restarts, spent on steps that were kept.
+"""Goodput: the fraction of a run's wall time, including restarts, spent on steps that were kept.
 
-Each goodput record in metrics.jsonl shows how the time since the previous one was spent. After a
+Each goodput record in metrics.jsonl shows how the time since the previous record was spent. After a
 job is killed, the time from its last record to the start of the next job counts as `down`. If a job
 finishes or stops with a checkpoint, the time until the next job starts is not counted. A job that
 is killed before it has restored the state leaves no record.
@@ -27,10 +27,10 @@ class Goodput:
     """Writes goodput records, using this process's clock."""
 
     def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
-        """Start counting after `step`, and pass records to `log`."""
+        """Start counting after `step`. Each record is passed to `log`."""
         self._clock, self._log = clock, log
-        self._first = self.last = step  # step at the last record, current step
-        self._logged: dict[str, float] = {}  # the clock's readings at the last record
+        self._first = self.last = step  # step of the last record, and the current step
+        self._logged: dict[str, float] = {}  # total seconds of each activity at the last record
 
     def continue_from(self, step: int) -> None:
         """Write a record, then continue counting after `step`, which may be an earlier step."""
@@ -130,5 +130,5 @@ def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
 
 
 def n_starts(records: Sequence[GoodputRecord]) -> int:
-    """Return how many times the run was started, not counting starts that left no record."""
+    """Return how many starts of the run left a record."""
     return len({record.start for record in records})

@@ -42,7 +42,7 @@ class MetricsBuffer:
                 # Start copying now, because copying many steps at once would delay the next step.
                 array.copy_to_host_async()
             self._pending.append(StepMetrics(step, metrics))
-        settled = len(self._pending) - (metrics is not None)  # all but the running step
+        settled = len(self._pending) - (metrics is not None)  # all except the step in progress
         known = 0
         if everything or self._is_first or step % self._config.train.log_interval == 0:
             known = len(self._pending)

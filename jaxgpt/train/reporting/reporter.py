@@ -84,9 +84,9 @@ class Reporter:
         """Log the header. Process 0 also writes cluster.json, and config.yaml if it is missing.
 
         Process 0 appends a line to starts.jsonl. If the log is new, the legend of the training
-        lines follows the header. Without a terminal, the legend is printed only if train.verbose is
-        set. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
-        cluster.json or config.yaml cannot be written.
+        lines follows the header. If there is no terminal, the legend is printed only if
+        train.verbose is set. `facts` is the result of `initialize_jax`. Raises `UsageError` on
+        process 0 if cluster.json or config.yaml cannot be written.
         """
         if not self._enabled:
             return
@@ -158,7 +158,7 @@ class Reporter:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
         self._step_ended = self.clock.spent("step", "data")  # clock reading after the last step
-        self._corpora: dict[int, Any] = {}  # step -> corpora of rows whose losses are pending
+        self._corpora: dict[int, Any] = {}  # step -> corpus of each row, until the losses arrive
         # For each step since the last log line: the corpora, losses and weights of its rows.
         self._corpus_rows: list[tuple[Any, Any]] = []
 
@@ -196,7 +196,7 @@ class Reporter:
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """Report a step after its dispatch. If `metrics` is None, the step was skipped.
+        """Report a step that has been dispatched. If `metrics` is None, the step was skipped.
 
         `known` is the result of `MetricsBuffer.read` for this step. All processes call this
         together. After the first training step, this waits for the step to finish,
@@ -330,7 +330,7 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the newest rewind of the run. The run must have a rewind.
+        """Log the newest rewind of the run, which must have at least one.
 
         Raises `UsageError` on process 0 if rewinds.json cannot be read.
         """
@@ -415,10 +415,10 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the figures for log lines by name. Figures in train.log_columns have rank -1.
+    """Return the `Figure` of each metric in training lines, by name.
 
-    A run with a single process has no figure `slowest_over_mean`. Raises `UsageError` if
-    train.log_columns contains an unknown name.
+    Metrics in train.log_columns have rank -1. A run with a single process has no
+    `slowest_over_mean`. Raises `UsageError` if train.log_columns contains an unknown name.
     """
     figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
     if n_processes == 1:
@@ -435,7 +435,7 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
 
 
 def _data_line(sizes: BatchSizes, step: int) -> str:
-    """Return a line with the data position and the batch size for the step after `step` (>= 1)."""
+    """Return a line with the data position and batch size of step `step` + 1 (`step` >= 1)."""
     before, now = sizes.at(step), sizes.at(step + 1)
     was = "" if before == now else f" (was {before})"
     return (

@@ -35,8 +35,8 @@ class Stragglers:
         """Return a record for each process that has just become a straggler.
 
         Each process is reported at most once. `messages` maps ranks to their `HostTimes` as JSON,
-        in seconds. An interval ends when every process has sent new times. Before that, this
-        returns an empty list.
+        in seconds. An interval ends when every process has sent new times. Until an interval ends,
+        this returns an empty list.
         """
         ranks = range(len(self._hosts))
         if any(messages.get(rank) in (None, self._messages.get(rank)) for rank in ranks):
