@@ -45,7 +45,8 @@ from jaxgpt.parallel.tensor import NO_PARALLELISM, ParallelContext
 class Block(nnx.Module):
     """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With model.post_norm, the outputs of attention and the MLP are normalized before they are added.
+    If model.post_norm is set, the outputs of attention and of the MLP are normalized before they
+    are added to x.
     """
 
     def __init__(self, build: LayerBuilder):
@@ -99,7 +100,7 @@ class GPT(nnx.Module):
             config: the model options, with `vocab_size` set.
             dtype: compute dtype. Logits are rounded to this dtype and returned as float32.
             attend: attention function, by default the `xla` kernel in `attention.KERNELS`.
-            parallel: how this device shares the model with other devices.
+            parallel: how the model is split over devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
             remat: value of parallel.remat.
             end_of_text: ID of the token that ends a document; attention then stays within
@@ -125,7 +126,7 @@ class GPT(nnx.Module):
         self.parallel, self.scan_layers, self.remat = parallel, scan_layers, remat
         self.end_of_text, self.loss_chunk = end_of_text, loss_chunk
         self.keeps_tables = keeps_tables
-        self.measures_blocks = False  # if set, `run_blocks` returns squares, not auxiliary losses
+        self.measures_blocks = False  # if set, `run_blocks` returns sums of squares instead
         V, T = config.vocab_size, config.block_size
         self.token_embedding = embedding(V, config, rngs, "token_embedding", "vocab")
         self.position_embedding = self.head = nnx.data(None)
@@ -157,9 +158,10 @@ class GPT(nnx.Module):
         """Return the first block's input, x_BTD in the compute dtype.
 
         It is the sum of token embeddings and (if model.position=learned) position embeddings, with
-        dropout. With model.scale_embeddings, token embeddings are multiplied by sqrt(D), rounded to
-        the compute dtype. With model.position=learned, positions must be below block_size. Without
-        a document mask, such positions must also be consecutive and the same in all rows.
+        dropout. If model.scale_embeddings is set, token embeddings are multiplied by sqrt(D), which
+        is rounded to the compute dtype. If model.position=learned, positions must be below
+        block_size. Unless there is a document mask, they must also be consecutive and the same in
+        all rows.
 
         Args:
             key: dropout key; None disables dropout.
@@ -178,9 +180,9 @@ class GPT(nnx.Module):
                 x_BTD = x_BTD + jax.lax.dynamic_slice_in_dim(w_TD, positions[0], positions.size)
         x_BTD = x_BTD.astype(self.dtype)  # position embeddings were added in float32
         if not self.parallel.on_cpu:
-            # Keep D minor. The gradient of the position embeddings sums over B, so XLA would make B
-            # the minor dimension, and every layer on a GPU would transpose activations back and
-            # forth. These transposes would be 15% of the bytes that a GPT-2 step moves.
+            # Keep D minor. Because the gradient of the position embeddings sums over B, XLA would
+            # make B the minor dimension. Every layer on a GPU would then transpose activations back
+            # and forth, which would account for 15% of the bytes that a GPT-2 step moves.
             x_BTD = with_layout_constraint(x_BTD, Layout(major_to_minor=(0, 1, 2)))
         keys = self.dropout_keys(batch, key, jnp.array([self.config.n_layer]))
         return self.dropout(x_BTD, None if keys is None else keys[0])
@@ -196,16 +198,15 @@ class GPT(nnx.Module):
 
         Args:
             key: dropout key; None disables dropout.
-            layers: layer index of the first block, and end index (exclusive) of the layers to run.
-                The first index must be a multiple of the length of `layer_pattern`. Blocks from the
-                end index on are padding and have no effect. If the end index is None, there is no
-                padding.
+            layers: (first, end), the range of layer indices to run. `first` must be a multiple of
+                the length of `layer_pattern`. Blocks with an index of `end` or more are padding and
+                have no effect. If `end` is None, there is no padding.
 
         Returns:
-            x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. With
-            `measures_blocks`, the second result instead has a float32 array (B,) for each of the L
-            layers (`000`, `001`, ...): the sum of squares of the block's output over this device's
-            positions, or zeros if this network does not have the layer.
+            x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. If
+            `measures_blocks` is set, the second result instead maps each of the L layers (`000`,
+            `001`, ...) to a float32 array (B,): the sum of squares of the block's output over this
+            device's positions. Layers that this network does not have are mapped to zeros.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
@@ -245,7 +246,7 @@ class GPT(nnx.Module):
         """Return logits_BTV in float32 for this device's vocabulary shard; padding is -inf."""
         return self.output_layer.logits(self.last_norm(x_BTD))
 
-    # Building blocks of the three pieces.
+    # Used by `embed`, `run_blocks` and the head.
 
     @property
     def n_layers(self) -> int:
@@ -291,9 +292,9 @@ class GPT(nnx.Module):
         return TokenPositions(batch.positions[0])
 
     def attention_inputs(self, kind: LayerKind, at: TokenPositions) -> AttentionInputs:
-        """Return the inputs of attention that all layers of one kind share.
+        """Return the attention inputs that are the same for all layers of one kind.
 
-        If the sequence is split over devices, attention gets the positions of whole rows.
+        If the sequence is split over devices, they include the positions of whole rows.
         """
         rotation = None
         if self.config.position == "rope":
@@ -398,10 +399,10 @@ def gather_params(module: nnx.Module, parallel: ParallelContext) -> Any:
 
 
 def embed_tokens(w_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return rows_BTD of this device's shard w_VD, in w_VD's dtype.
+    """Look up tokens in this device's shard w_VD, and return rows_BTD in w_VD's dtype.
 
-    Tokens outside the shard get zeros. `tokens_BT` are int32 token IDs minus the ID of the shard's
-    first row.
+    The rows of tokens outside the shard are 0. `tokens_BT` are int32 token IDs minus the ID of the
+    shard's first row.
     """
     is_here_BT = (tokens_BT >= 0) & (tokens_BT < w_VD.shape[0])
     # Use float32, because a row's gradient is a sum over all occurrences of its token.

@@ -14,7 +14,7 @@ from jaxgpt.parallel.sharding import LOGICAL_AXES, LogicalAxes, Params
 
 STACKED_AXES = ("layers", "parts")  # logical axes along which separate matrices are stacked
 VECTOR_ROLES = ("bias", "scale")
-# Embeddings that are used only for lookups, unless the token embedding is also the output layer's
+# Embeddings used for lookups. If weights are tied, the token embedding is also the output layer's
 # matrix.
 LOOKED_UP_ROLES = ("token_embedding", "position_embedding")
 
@@ -112,9 +112,9 @@ def layer_matrices(config: ModelConfig) -> list[Weight]:
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the total number of parameters, and the number without lookup embeddings.
 
-    Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, with
-    untied weights, the token embeddings. For tied weights, nanoGPT reports the second number.
-    Raises `UsageError` under the same conditions as `weights`.
+    Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, if weights
+    are untied, the token embeddings. If weights are tied, nanoGPT reports the second number. Raises
+    `UsageError` under the same conditions as `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -126,9 +126,9 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     """Estimate the bytes of float32 activations that the backward pass needs for one row.
 
     Without remat, each layer keeps 2 T (10 D + P + S) bytes. This is equation 1 of arXiv
-    2205.05198, multiplied by 2 because the paper's activations are 16-bit. For the matmuls, P is
-    2 / D times the number of elements in the layer's matrices (24 D in GPT-2). For the attention
-    scores, S is 5 H T if they are stored, and otherwise 0.
+    2205.05198, multiplied by 2 because the paper's activations are 16-bit. P, the term for the
+    matmuls, is 2 / D times the number of elements in the layer's matrices. In GPT-2, P is 24 D. S,
+    the term for the attention scores, is 5 H T if the scores are stored, and 0 if they are not.
 
     Args:
         model: with vocab_size set.

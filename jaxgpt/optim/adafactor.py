@@ -16,7 +16,7 @@ from jaxgpt.parallel.sharding import Params
 DECAY_EXPONENT = 0.8  # the decay rate of update t is 1 - t^-0.8
 SQUARES_EPSILON = 1e-30  # added to squared gradients
 CLIPPING_THRESHOLD = 1.0  # maximum RMS of a matrix's update
-MIN_SCALE = 1e-3  # minimum scale of an update, which is otherwise the RMS of the matrix
+MIN_SCALE = 1e-3  # lower bound on the RMS that an update is multiplied by
 MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
@@ -35,9 +35,9 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
     The direction (without weight decay) is multiplied by max(1e-3, RMS of the matrix or vector).
     The paper uses a learning rate of at most 1e-2. Each matrix in a stack is factored, clipped and
     scaled separately; `qkv` holds three matrices per layer. Embeddings are treated as matrices.
-    Vectors, and matrices with fewer than 128 rows or columns, are not factored. Without weight
-    decay and vocabulary padding, the result for a 2D array equals that of optax.adafactor with the
-    opposite sign. However, optax.adafactor treats a stack as a single array.
+    Vectors, and matrices with fewer than 128 rows or columns, are not factored. If there is no
+    weight decay and no vocabulary padding, the result for a 2D array is the negative of
+    optax.adafactor's result. However, optax.adafactor treats a stack as a single array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights
@@ -110,7 +110,8 @@ def _divide_factored(
 def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
     """Clip the RMS of each matrix's direction, then multiply by the RMS of the parameters.
 
-    Vectors are handled like matrices. The RMS of the parameters counts as at least `MIN_SCALE`.
+    If the RMS of the parameters is less than `MIN_SCALE`, multiply by `MIN_SCALE` instead. Vectors
+    are handled like matrices.
     """
     _, inputs, outputs = weight.matrix_dims
     real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # to exclude padding from means

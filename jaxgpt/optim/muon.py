@@ -29,12 +29,13 @@ class MuonState(NamedTuple):
 def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return Muon; the caller applies the learning rate.
 
-    The Nesterov momentum of each hidden matrix is orthogonalised and scaled as in Moonlight (arXiv
-    2502.16982), by 0.2 sqrt(max(rows, columns)), so that AdamW's learning rate and weight decay can
-    be used unchanged. `qkv` holds three matrices per layer, which are orthogonalised separately.
-    AdamW updates embeddings, the output layer, norms and biases. AdamW's learning rate follows the
-    same schedule, and its peak is `optimizer.adamw_learning_rate` (by default, Muon's peak). If
-    this key is set, `optimizer.learning_rate` must not be 0.
+    The Nesterov momentum of each hidden matrix is orthogonalised and multiplied by
+    0.2 sqrt(max(rows, columns)). With this factor from Moonlight (arXiv 2502.16982), AdamW's
+    learning rate and weight decay can be used unchanged. `qkv` holds three matrices per layer,
+    which are orthogonalised separately. AdamW updates embeddings, the output layer, norms and
+    biases. AdamW's learning rate follows the same schedule, and its peak is
+    `optimizer.adamw_learning_rate` (by default, Muon's peak). If this key is set,
+    `optimizer.learning_rate` must not be 0.
     """
     hidden = parameters.where(is_hidden_matrix)
     others = parameters.where(lambda w: not is_hidden_matrix(w))
@@ -70,7 +71,7 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
 
 
 def is_hidden_matrix(weight: Weight) -> bool:
-    """Return whether Muon updates a weight, because it is a matrix in a layer."""
+    """Return whether Muon updates a weight. It updates only the matrices in the layers."""
     return weight.role == "matrix" and weight.n_layers > 0
 
 

@@ -58,8 +58,8 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     the matrices are sharded, one all-to-all gives each device the full matrices of its share, and
     another returns the results to their shards. If the matrices are replicated, an all-gather
     copies the results to all replicas. The stack is padded to a multiple of the number of devices.
-    Accelerators in a mesh compute in bfloat16, like Keller Jordan's code. CPUs, and devices without
-    a mesh, compute in float32. The results have the dtype of `updates`.
+    If there is a mesh of accelerators, the computation is in bfloat16, as in Keller Jordan's code.
+    On CPUs or without a mesh, it is in float32. The results have the dtype of `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -81,8 +81,8 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
 def view(weight: Weight, spec: PartitionSpec) -> View:
     """Return the view of a weight, given its sharding `spec`.
 
-    The view may transpose a matrix and permute its rows and columns. The orthogonalised matrix is
-    then transposed and permuted in the same way, and `View.unstack` undoes both.
+    The view may transpose a matrix and permute its rows and columns. Orthogonalisation commutes
+    with transposition and permutation, and `View.unstack` undoes them.
     """
     spec = (*spec, *[None] * (len(weight.shape) - len(spec)))
 
@@ -137,7 +137,7 @@ def _views(parameters: Parameters) -> tuple[list[View], dict[str, int]]:
 
 
 def _group_by_spec(views: list[View]) -> dict[StackSpec, list[int]]:
-    """Return the indices of the views that share each `StackSpec`."""
+    """Map each `StackSpec` to the indices of its views."""
     members = defaultdict(list)
     for i, one in enumerate(views):
         members[one.stack_spec].append(i)
@@ -168,7 +168,7 @@ def _orthogonalize_shards(
 def _distribute(
     shards_NRC: jax.Array, stack_spec: StackSpec, mesh_shape: Mapping[str, int]
 ) -> jax.Array:
-    """Orthogonalise N matrices, given this device's shards (N, R, C). Return its new shards."""
+    """Orthogonalise N matrices, given this device's shards (N, R, C). Return the new shards."""
     split_over = sum(stack_spec.axes, ())
     copied_over = tuple(a for a in mesh_shape if a not in split_over + stack_spec.stack_axes)
     n_shards, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))

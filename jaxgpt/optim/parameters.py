@@ -37,7 +37,7 @@ class Parameters:
 
 
 def select(tree: Params, part: Params) -> Params:
-    """Return the leaves of a nested dict at the paths of another nested dict, `part`.
+    """Return a nested dict with the leaves of `tree` at the paths in `part`.
 
     `tree` must have a leaf at each of these paths.
     """

@@ -24,9 +24,9 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     return np.float32(peak * height + floor * (1 - height))
 
 
-# After warm-up, each schedule returns the position of the learning rate between its peak (1) and
-# its floor (0). This position is computed from the number of steps left, because 1 + cos(pi x) and
-# 1 - sqrt(x) suffer from cancellation near x = 1.
+# For a step after the warm-up, each schedule returns a number between 1 (peak learning rate) and 0
+# (floor). It is computed from the number of steps left, because 1 + cos(pi x) and 1 - sqrt(x)
+# suffer from cancellation near x = 1.
 
 
 def _cosine(config: OptimizerConfig, step: int) -> float:

@@ -32,10 +32,10 @@ def opt_state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every array in the optimizer state.
 
-    If the path of an array ends with a parameter's path, and both have the same number of
-    dimensions, the array gets the sharding of that parameter's moments. Dimensions whose size
-    differs from the parameter's are not sharded. All other arrays, such as an update count, are
-    replicated.
+    An array belongs to a parameter if its path ends with the parameter's path and both have the
+    same number of dimensions. It gets the sharding of that parameter's moments, but dimensions
+    whose size differs from the parameter's are not sharded. All other arrays, such as an update
+    count, are replicated.
 
     Args:
         params: the parameters, or their shapes.

@@ -23,8 +23,8 @@ from jaxgpt.parallel.sharding import Params
 # Function from (params, opt_state) to their values after an update.
 Update = Callable[[Params, Any], tuple[Params, Any]]
 
-# Each gate is used where it does not make XLA copy the state. The gates need this much additional
-# temporary memory in a step of gpt2 with 4 layers on one device (JAX 0.10.2, 2026-11). On a CPU,
+# Each gate is used on the platform where it does not make XLA copy the state. Additional temporary
+# memory was measured in a step of gpt2 with 4 layers on one device (JAX 0.10.2, 2026-11). On a CPU,
 # `gate_by_where` needs 216 MB and `gate_sequentially` needs none. On an H100, `gate_by_where` needs
 # 0.1 MB, `gate_sequentially` needs 53 MB, and `jax.lax.cond` would need 782 MB.
 
@@ -46,7 +46,7 @@ def gated_update(
             spike. If `is_due` is None, every update is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
-        on_cpu: choose the gate that needs less memory on a CPU. Not used if `by_layer` is True.
+        on_cpu: use the gate that needs less memory on a CPU. Ignored if `by_layer` is True.
         by_layer: update one layer at a time, with `_layerwise_update`.
     """
     if by_layer:
@@ -137,7 +137,7 @@ def layerwise_init(
 
 
 def _parts(parameters: Parameters) -> tuple[Parameters, Parameters]:
-    """Return the parameters of one layer, as stacks of size 1, and those outside the layers."""
+    """Return one layer's parameters, as stacks of size 1, and the parameters outside the layers."""
     stacked = parameters.where(lambda w: w.n_layers > 0)
     one = jax.tree.map(lambda w: dataclasses.replace(w, shape=(1, *w.shape[1:])), stacked.weights)
     return Parameters(one, stacked.shardings), parameters.where(lambda w: not w.n_layers)
@@ -165,9 +165,9 @@ def _is_dict(x: Any) -> bool:
 def global_norm(gradients: Params) -> jax.Array:
     """Return the L2 norm over all arrays, a scalar of the arrays' dtype.
 
-    If any array is in host memory, layers are moved to the device one at a time. If not, the arrays
-    are sorted, so that the norm does not depend on how layers are grouped into modules. The sort
-    key is the first component and the last two components of the path.
+    If any array is in host memory, layers are moved to the device one at a time. If none is, the
+    arrays are sorted, so that the norm does not depend on how layers are grouped into modules. The
+    sort key consists of the first component and the last two components of an array's path.
     """
     if any(map(is_in_host, jax.tree.leaves(gradients))):
         return _layerwise_norm(gradients)
@@ -195,10 +195,10 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. With any other
-    limit, the result agrees with optax.clip_by_global_norm up to rounding. optax would compute the
-    norm over all devices a second time. With clipping, a NaN norm makes all results NaN, and an
-    infinite norm makes finite gradients 0.
+    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. If clipping is
+    enabled, the result agrees with optax.clip_by_global_norm up to rounding, a NaN norm makes all
+    results NaN, and an infinite norm makes finite gradients 0. optax is not used, because it would
+    compute the norm over all devices a second time.
     """
     if limit == 0:
         return gradients

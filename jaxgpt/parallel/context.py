@@ -32,9 +32,9 @@ from jaxgpt.parallel.tensor import ParallelContext
 # and the positions of whole rows (from `gather_positions`).
 Attention = Callable[..., jax.Array]
 
-# With this many tokens per device, a block's computation on an H100 (2e14 FLOP/s) takes as long as
-# the transfer of the next block between hosts (50 GB/s), if there are as many key-value heads as
-# query heads.
+# With this many tokens per device, computing one block on an H100 (2e14 FLOP/s) takes as long as
+# sending the next block to another host (50 GB/s). This assumes as many key-value heads as query
+# heads.
 RING_TOKENS = 8192
 
 
@@ -47,8 +47,8 @@ def choose_implementation(
     one implementation must be possible.
 
     Args:
-        devices_per_host: number of devices per host. None means that all devices are assumed to
-            share a host.
+        devices_per_host: number of devices per host. If None, all devices are assumed to share a
+            host.
     """
     model, chosen = config.model, config.parallel.context_impl
     if chosen != "auto":
@@ -143,8 +143,8 @@ def ulysses_attention(
     """Compute `attend` for whole rows and this device's share of the heads.
 
     The number of devices must divide H. Key-value heads are repeated if the number of devices does
-    not divide G. If there are still fewer key-value heads than query heads, the function uses three
-    all-to-alls, and otherwise two.
+    not divide G. Two all-to-alls are used if there are then as many key-value heads as query heads,
+    and three if there are fewer.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.

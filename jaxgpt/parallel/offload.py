@@ -1,4 +1,4 @@
-"""Offloading to host memory, with transfers of one layer at a time."""
+"""Offloading to host memory, one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,8 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
     """Compute `change(old, given)` one layer at a time.
 
     Args:
-        change: function that takes one layer of `old` and of `given`, as arrays (1, ...) on the
-            device, and returns the new arrays (1, ...). These have the tree and dtypes of `old`.
+        change: function of one layer of `old` and one layer of `given`, as arrays (1, ...) on the
+            device. It returns the new arrays (1, ...), with the tree and dtypes of `old`.
         old: tree of at least one array (L, ...).
         given: tree of other arrays (L, ...), such as gradients.
 
@@ -38,7 +38,7 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
     """
 
     def one(stacks: Any, i: jax.Array) -> tuple[Any, None]:
-        # Without the barriers, XLA would reread the old arrays for each new array, and would
+        # Without the barriers, XLA would read the old arrays again for each new array, and would
         # therefore copy all old arrays.
         own = jax.lax.optimization_barrier((layer(stacks, i), layer(given, i)))
         new = jax.lax.optimization_barrier(change(*own))

@@ -2,8 +2,8 @@
 
 A pipeline is a `Schedule` that runs inside `jax.shard_map`. All stages run the same program, a scan
 over ticks. In each tick, a stage runs one group of layers on one microbatch, and sends the result
-to the next stage. A stage without a microbatch in a tick (a bubble) computes a result that is not
-used.
+to the next stage. If a stage has no microbatch in a tick (a bubble), it still computes a result,
+which is not used.
 
 - `gpipe` (arXiv 1811.06965): each stage holds one group of consecutive layers.
 - `circular` (the interleaved schedule of arXiv 2104.04473, section 2.2): each stage holds v groups.
@@ -265,7 +265,7 @@ class Pipeline:
 
         def tick(carry: Any, t: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
             received, waiting, outputs = carry
-            if n_waiting:  # a microbatch waits until the last one has passed the first stage
+            if n_waiting:  # a microbatch waits until the last microbatch has passed the first stage
                 oldest = waiting[t % n_waiting]
                 waiting = waiting.at[t % n_waiting].set(received)
                 received = jnp.where(stage == 0, oldest, received)
@@ -332,14 +332,14 @@ class Pipeline:
         return jax.lax.psum(every, self.axes)[:M]
 
     def _exchange(self, stored: jax.Array, dim: int | None) -> jax.Array:
-        """Return the layers that this stage runs, in order, given the part that it stores.
+        """Return the layers that this stage runs, in order, given the array that it stores.
 
         If `groups.is_contiguous` is False, the stages exchange layers once per step.
 
         Args:
-            stored: L / S consecutive layers, a part of each layer, or all layers.
-            dim: the dim that is split over the stages, counted from the end. None: all layers are
-                stored.
+            stored: L / S consecutive layers, a slice of each layer, or all layers.
+            dim: negative index of the dim that is split over the stages, or None if `stored` has
+                all layers.
         """
         if self.groups.is_contiguous:
             return stored
@@ -348,7 +348,7 @@ class Pipeline:
             dim = next((i for i, size in sizes if size % self.groups.n_stages == 0), None)
             if dim is None:
                 stored = all_gather(stored, self.axes, 0)
-            else:  # replace consecutive layers by a part of each layer
+            else:  # exchange consecutive layers for a slice of each layer
                 stored = jax.lax.all_to_all(stored, self.axes, dim, 0, tiled=True)
         if dim is None:  # each stage has all layers
             own = jnp.array(self.groups.layers)[jax.lax.axis_index(self.axes)]

@@ -25,7 +25,7 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 
 
 class Queries(NamedTuple):
-    """Queries and, for the backward pass, the values that belong to them.
+    """Queries, and arrays that the backward pass needs for these queries.
 
     Query heads that share a key-value head are joined along T.
     """
@@ -179,7 +179,7 @@ def visible_pairs(step: int, i: Any, source: Any) -> list[tuple[Any, Any]]:
     number of pairs.
 
     Args:
-        step: number of times that the keys have been sent to the next device; 0 for own keys.
+        step: number of times that the keys have been sent to the next device.
         i: index of the device that holds the queries.
         source: index of the device that the keys came from.
     """
@@ -202,7 +202,7 @@ def _send_to_next(x: jax.Array, axes: Axes) -> jax.Array:
 def _merge(
     one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge two results of `attend_block`. Each query must have seen a key in one of them."""
+    """Merge two results of `attend_block`. Each query must have seen at least one key."""
     (out, lse), (other_out, other_lse) = one, other
     total = jnp.logaddexp(lse, other_lse)
     shares = (jnp.exp(x - total)[..., None] for x in (lse, other_lse))
@@ -224,7 +224,7 @@ def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
 
 
 def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
-    """Return the positions of this device's chunks, each with the `n_before` tokens before it.
+    """Return the positions of each of this device's chunks and of the `n_before` tokens before it.
 
     Args:
         at: the positions of the whole row, in the zigzag layout.
@@ -289,8 +289,8 @@ def _nothing_seen(queries: Queries) -> tuple[jax.Array, jax.Array]:
 def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return zeros with the shape of `x`, or NaN if the first element of `x` is not finite.
 
-    The zeros depend on `x`. Otherwise, XLA for CPUs would allocate the zeros for all blocks of a
-    layer before it processes the first block.
+    If the zeros did not depend on `x`, XLA for CPUs would allocate them for all blocks of a layer
+    before it processes the first block.
     """
     return jnp.broadcast_to(0 * x[(0,) * x.ndim].astype(dtype), x.shape)
 
@@ -300,13 +300,12 @@ def attend_block(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `found`, merged with the attention output for one block of keys.
 
-    At most `QUERIES` queries are processed at a time, if their number has a suitable divisor (see
-    `_split_pair`).
+    If possible, at most `QUERIES` queries are processed at a time (see `_split_pair`).
 
     Args:
         mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).
         pair: the queries to update, and the keys that they may see. Each of these queries must see
-            a key in this block or an earlier one.
+            a key in this block or in an earlier block.
         found: the output out_BTGK for the earlier blocks, and the log-sum-exp lse_BTG of their
             scores, in float32 (float64 for float64 operands). At the first block, out_BTGK
             is 0, and lse_BTG is -inf.

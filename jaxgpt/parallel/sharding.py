@@ -43,7 +43,7 @@ def parameter_rules(zero_stage: int) -> Rules:
 def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
     """Return the rules for the gradient accumulators, which sum over microbatches.
 
-    At stages 2 and 3 without `reduces_once`, each microbatch's gradient is reduce-scattered, so the
+    If `reduces_once` is False, stages 2 and 3 reduce-scatter each microbatch's gradient, so the
     accumulators are sharded over `fsdp`. Accumulators in host memory have the sharding of the
     optimizer state (`opt_state_rules`). Other accumulators are not sharded over `fsdp`.
 
@@ -57,17 +57,17 @@ def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = 
 
 
 def opt_state_rules(zero_stage: int) -> Rules:
-    """Return the rules for the optimizer state and for the gradients that the optimizer gets."""
+    """Return the rules for the optimizer state and the gradients that the optimizer receives."""
     return fully_sharded_rules() if zero_stage >= 1 else tensor_rules()
 
 
 def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     """Return whether each `tensor` rank computes only a partial gradient of a replicated weight.
 
-    This applies to weights with a vocabulary or key-value heads that `tensor` does not divide. It
-    also applies to the query and key norms (`head_dim`), which each rank applies only to its own
-    heads. Sequence parallelism is not considered. With a single `tensor` rank, the result is
-    meaningless.
+    This is true of weights whose vocabulary size or number of key-value heads is not divisible by
+    `tensor`. It is also true of the query and key norms (`head_dim`), because each rank applies
+    them only to its own heads. Sequence parallelism is not considered. If there is only one
+    `tensor` rank, the result is meaningless.
 
     Args:
         axes: the weight's logical axes.
@@ -123,7 +123,7 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 
     Args:
         weights: tree whose leaves have `axes` and a `shape`, such as `models.weights.Weight`.
-        memory_kind: memory of the weights, such as `pinned_host`; None means device memory.
+        memory_kind: JAX memory kind of the weights, such as `pinned_host`; None for device memory.
     """
 
     def sharding(weight: Any) -> NamedSharding:
@@ -136,7 +136,7 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
 def undivided_dims_warnings(weights: Any, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """Return a warning for each dim that is replicated because its mesh axes do not divide it.
 
-    If several weights have the same dim, there is one warning. The number of layers is not checked,
+    A dim that several weights share is reported once. The number of layers is not checked,
     because stages may hold different numbers of layers. For the arguments, see `weight_shardings`.
     """
     found = set()

@@ -19,9 +19,9 @@ from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelContext:
-    """Settings for sharing the model with other devices.
+    """Settings that describe how the model is split over devices.
 
-    By default, a device has the whole model. Megatron's tensor parallelism (arXiv 1909.08053)
+    By default, each device has the whole model. Megatron's tensor parallelism (arXiv 1909.08053)
     splits heads, the MLP and the vocabulary over `tensor`. Outside these tensor-parallel regions,
     sequence parallelism (arXiv 2205.05198) splits positions over the same devices.
     """
@@ -48,7 +48,7 @@ class ParallelContext:
 
         Args:
             kernel: this device's part of W, as an array or a `ShardedParam`.
-            n: number of dims to contract, the last dims of x and the first dims of W.
+            n: number of dims to contract: the last n dims of x and the first n dims of W.
             parts: return a tuple of the slices along the first output dim, as `matmul_parts` does.
         """
 
@@ -103,7 +103,7 @@ class ParallelContext:
         return jax.lax.psum(x_BTD, self.tensor_axes)
 
     def psum(self, x: Any) -> Any:
-        """Return the sum of each array in a tree over `tensor`."""
+        """Sum each array in a tree over `tensor`."""
         return jax.lax.psum(x, self.tensor_axes) if self.tensor > 1 else x
 
     def pmax(self, x: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ class ParallelContext:
         return jax.lax.pmax(x, self.tensor_axes) if self.tensor > 1 else x
 
     def tensor_offset(self, n: int) -> Any:
-        """Return the global index of this device's first element if each `tensor` rank has n."""
+        """Return the offset of this device's shard if each `tensor` rank has n elements."""
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
@@ -153,7 +153,7 @@ class ParallelContext:
 
 
 def _offset(axes: tuple[str, ...], n: int) -> Any:
-    """Return the global index of this device's first element if each device along `axes` has n."""
+    """Return the offset of this device's shard if each device along `axes` has n elements."""
     return jax.lax.axis_index(axes) * n if axes else 0
 
 

@@ -129,13 +129,12 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Return the sums over devices of accumulated gradients, with the sharding `layout.grad`.
+    """Sum accumulated gradients over devices. Return sums with the sharding `layout.grad`.
 
     The gradients are float32 arrays, communicated in `layout.reduce_dtype`. If `layout.grad` is
     sharded over `fsdp`, gradients are first reduce-scattered over `fsdp`, unless the backward pass
-    has already done so. The all-reduce over the other axes then sends only a shard. With
-    parallel.offload=state, the backward pass has already reduced the gradients, so do not call
-    this.
+    has already done so. The all-reduce over the other axes then sends only a shard. Do not call
+    this if parallel.offload=state, because the backward pass has already reduced the gradients.
     """
     return jax.tree.map(
         lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),

@@ -38,9 +38,9 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     The collectives are sorted by number of mesh axes, then by axes, then by kind. `hlo` is
     `compiled.as_text()`, and `mesh` maps axis names to sizes. Only the kinds in `COLLECTIVES` are
     counted. Operations in a loop are counted once per iteration. Operations within a single device
-    are left out. In a conditional, only the branch with the most communication is counted. XLA may
-    use groups over part of an axis for a layout change. These are reported as groups over the whole
-    axis.
+    are left out. In a conditional, only the branch with the most communication is counted. For a
+    layout change, XLA may use groups that span part of an axis. They are reported as if they
+    spanned the whole axis.
 
     Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
     number of iterations of a loop with collectives is unknown.
@@ -65,7 +65,7 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
     """Return the bytes that each device sends in a ring collective over `n` devices.
 
-    `kind` and `bytes` are those of a `Collective`. The factors are from Thakur, Rabenseifner and
+    `kind` and `bytes` are fields of a `Collective`. The factors are from Thakur, Rabenseifner and
     Gropp 2005, section 4, and match the "bus bandwidth" of nccl-tests.
     """
     if kind == "collective-permute":
@@ -74,7 +74,7 @@ def ring_bytes(kind: str, bytes: float, n: int) -> float:
 
 
 def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
-    """Return how many arrays a program communicates, by (kind, axes, bytes)."""
+    """Count the arrays that a program communicates, by (kind, axes, bytes)."""
     axes_and_group_size = functools.cache(functools.partial(_axes_and_group_size, mesh))
 
     @functools.cache

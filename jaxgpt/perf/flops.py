@@ -18,7 +18,7 @@ SLOW_FLOPS = 5 * 60 * CPU_FLOPS  # FLOPs that a CPU device performs in five minu
 def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Return one device's dense peak FLOP/s for a dtype such as bfloat16, or None if unknown.
 
-    `device_kind` is JAX's name of the device. On NVIDIA GPUs, the peak for float32 is that of TF32.
+    `device_kind` is JAX's name for the device. On NVIDIA GPUs, the float32 peak is the TF32 peak.
     """
     device = find_device(device_kind)
     return device.peak_flops.get(dtype) if device else None
@@ -28,8 +28,8 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
     """Return the forward and backward FLOPs per token, as in `MFU_FORMULA`.
 
     `n_parameters` (N) excludes embeddings used only for lookups. Attention is counted over the
-    whole block, even with a sliding window or a document mask. Grouped-query attention only makes N
-    smaller.
+    whole block, even with a sliding window or a document mask. Grouped-query attention changes only
+    N.
     """
     heads = model.n_head * model.head_size
     return 6 * n_parameters + 12 * model.n_layer * heads * model.block_size
@@ -69,7 +69,7 @@ class StepTimer:
         self._waited_for_device += max(0.0, seconds)
 
     def host_times(self) -> HostTimes:
-        """Return the number of steps counted and the times since the timer started."""
+        """Return the number of steps since the timer started, and the time spent on them."""
         steps, seconds, data = _difference(self._read(), self._start)
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 

@@ -98,7 +98,7 @@ class HloProgram:
         """
         frames = self.tables.get("StackFrames", {})
         number = int(instruction.attribute("stack_frame_id") or 0)
-        # With JAX 0.10, caller IDs are too high by 1: the outermost frame has 1 instead of 0.
+        # In JAX 0.10, caller IDs are too high by 1: the outermost frame's caller is 1, not 0.
         shift = _numbers(frames[1])[1] if 1 in frames else 0
         out = []
         while number in frames:

@@ -23,7 +23,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
     """Return a function that measures the job's total FLOP/s in `size` x `size` matmuls.
 
     All devices multiply at the same time, so all processes call `matmul_rate` and the returned
-    function together. CPU devices share the cores, so a device would be faster alone.
+    function together. CPU devices share the cores, so a single device would be faster.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
@@ -38,7 +38,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
         for _ in range(times):
             out = multiply(a, b)
         out.block_until_ready()
-        # Use the slowest process, because faster processes had more than their share of the cores.
+        # Use the slowest process's time, because faster processes had an extra share of the cores.
         return max(cluster.allgather(time.perf_counter() - began)) / times
 
     seconds(1)  # compiles

@@ -61,7 +61,7 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
     """Raise `UsageError` if a lower bound on a step's memory exceeds `room` bytes per device.
 
     The lower bound is the sum of `state_bytes` and `score_bytes`. If `room` is None, there is no
-    limit. Also raises whatever these functions raise.
+    limit. Also raises whatever `state_bytes` and `score_bytes` raise.
     """
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:
@@ -81,8 +81,8 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    Only matrices and the token embedding are counted. Moments are left out with
-    parallel.offload=moments. The bound is 0 with parallel.offload=state. No size in `shape` may be
+    Only matrices and the token embedding are counted. Moments are left out if
+    parallel.offload=moments. The bound is 0 if parallel.offload=state. No size in `shape` may be
     -1. Raises `UsageError` if moments are counted and optimizer.name is unknown.
     """
     model, zero_stage, offload = config.model, config.parallel.zero_stage, config.parallel.offload
@@ -102,13 +102,13 @@ def state_bytes(config: Config, shape: MeshShape) -> int:
 
 
 def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
-    """Return a lower bound on a device's bytes of attention scores: T x T per row, layer and head.
+    """Return a lower bound on the bytes of a device's attention scores.
 
-    The `xla` kernel stores at least half of the scores, in two or more bytes each. With
-    rematerialization, only one layer counts. In a pipeline, only one group of layers counts. A CPU
-    may process its rows one at a time. The bound is 0 if the model has a sliding window, if a ring
-    may replace the kernel, or if the kernel might not store scores. No size in `shape` may be -1.
-    Raises `UsageError` if model.attention is unknown.
+    There are T x T scores per row, layer and head. The `xla` kernel stores at least half of them,
+    in two or more bytes each. With rematerialization, only one layer is counted. In a pipeline,
+    only one group of layers is counted. A CPU may process its rows one at a time. The bound is 0 if
+    the model has a sliding window, if a ring may replace the kernel, or if the kernel might not
+    store scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A running trace of all processes. Only process 0 keeps the files of its trace."""
+    """A running trace of all processes. Only process 0 keeps its trace files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
         """Wait for the arrays in `pending`, then start the trace. All processes call this.
@@ -145,7 +145,7 @@ def _read_events(trace: Path, module: str) -> Iterator[Event]:
     # Each accelerator has its own plane; CPU devices run in host threads.
     for plane in [p for p in planes if p.name.startswith("/device:")] or planes:
         lines = list(plane.lines)
-        # Use only the streams of a GPU, because other lines may repeat their events.
+        # On GPUs, use only the streams, because other lines may repeat their events.
         streams = [line for line in lines if line.name.startswith("Stream")]
         for line in streams or [line for line in lines if line.name == "XLA Ops"] or lines:
             for event in line.events:
@@ -161,7 +161,7 @@ def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict
 
     `operations` must contain the name of every event. The dict has the number of `devices` with
     events, and the total `seconds` and `counts` by event name. `collectives` maps the name of each
-    collective to a list for every device, with the seconds of each execution.
+    collective to one list per device, which holds the seconds of each execution.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
