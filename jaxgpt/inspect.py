@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         run = arguments.run
         if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
-        # config.yaml has the model's sizes, and the initial weights may be gone.
+        # Do not read the initial weights, which may be gone. config.yaml has the model's sizes.
         model_of = None if run else initial_model
         config = parse_args(
             [*base, *arguments.settings], parser().prog, model_of, saved_settings=saved_settings
@@ -143,7 +143,7 @@ def row_text(run: Path, step: int, row: int) -> str:
 
 
 def _chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` selects, by default all; raise `UsageError` if invalid."""
+    """Return the rows that `--rows` selects (default: all); raise `UsageError` if it is invalid."""
     if found := re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})|([0-9]{1,9})", given or ":"):
         first, end, only = found.groups()
         start = int(only or first or 0)
@@ -176,12 +176,12 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 
 
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
-    """Return notes with reasons to doubt that a run trained on these rows at this step.
+    """Return notes on why a run may not have trained on these rows at this step.
 
-    The reasons are a skipped step, and data or a train.seed that differ from those of the next
-    checkpoint (or of the newest, if all are earlier). `run` is None if there is no run directory.
-    Raises `UsageError` if the data, rewinds.json or a checkpoint's JSON cannot be read, or if the
-    setting train_range_to_skip is malformed.
+    The reasons are a skipped step, different data or a different train.seed. The data and the seed
+    are compared with those of the next checkpoint or, if all checkpoints are earlier, the newest.
+    `run` is None if there is no run directory. Raises `UsageError` if the data, rewinds.json or a
+    checkpoint's JSON cannot be read, or if the setting train_range_to_skip is malformed.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
         layout = make_layout(arguments, command)
-        if not arguments.print:  # set before Open MPI's command line lists variables
+        if not arguments.print:  # Open MPI's command line, built below, lists this variable
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
         launcher, name = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):
@@ -110,9 +110,9 @@ def main(argv: list[str] | None = None) -> None:
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options and the command, which starts after the first `--`.
 
-    Without `--`, the command starts at the first word that is not an option or its value. All
-    options except --print, -h and --help take a value, after `=` or as the next word. If there is
-    no command, the second list is empty.
+    If there is no `--`, the command starts at the first word that is not an option or its value.
+    All options except --print, -h and --help take a value, after `=` or as the next word. If there
+    is no command, the second list is empty.
     """
     if "--" in argv:
         end = argv.index("--")

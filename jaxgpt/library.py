@@ -85,8 +85,8 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
     Raises:
         UsageError: if the file or the initial weights cannot be read, if a setting is unknown or
             malformed, contradicts another setting, or is not used by the chosen optimizer or
-            schedule, if `settings` has `--help`, or if train.batch_size_per_device is used with a
-            mesh that contains -1.
+            schedule, if `settings` contains `--help`, or if train.batch_size_per_device is used
+            with a mesh that contains -1.
     """
     name = _path("config", config, "the name of a preset, such as 'tiny', or the path of a file")
     if not all(isinstance(word, str) for word in settings):
@@ -255,7 +255,7 @@ class Trainer:
 
         - Data paths are absolute.
         - Each line of data.blend names a corpus, and data.file_list is converted to data.blend.
-        - model.vocab_size is set and, with data.document_mask, also data.end_of_text.
+        - model.vocab_size is set and, if data.document_mask is set, also data.end_of_text.
         - train.batch_size_per_device is converted to train.batch_size.
         - After `restore`, train_range_to_skip includes the ranges that the run skips.
         """
@@ -308,17 +308,17 @@ class Trainer:
         n_steps: int | None = None,
         report: Callable[[dict[str, float | None]], object] | None = None,
     ) -> list[dict[str, float | None]]:
-        """Train the next `n_steps` steps. Return a dict for each, with `step` and the metrics.
+        """Train the next `n_steps` steps. Return a dict for each step, with `step` and the metrics.
 
         `report`, for example `print`, is called with each dict as soon as its step has finished.
 
         By default, train the remaining steps up to train.max_iters, and return an empty list if
-        there are none. With `n_steps` (at least 1), training may continue after train.max_iters.
-        The metrics are `loss` (nats per token), `grad_norm` (before clipping) and `lr`. For a
-        skipped step, `loss` and `grad_norm` are None. If any values are not finite, a Python
-        warning is issued at the end. Raises `UsageError` if an argument is invalid, if the data is
-        invalid or cannot be read, or if `train` or `restore` is already running. Also raises the
-        same errors as `state`, and whatever `report` raises.
+        there are none. If `n_steps` (at least 1) is given, training may continue after
+        train.max_iters. The metrics are `loss` (nats per token), `grad_norm` (before clipping) and
+        `lr`. For a skipped step, `loss` and `grad_norm` are None. If any values are not finite, a
+        Python warning is issued at the end. Raises `UsageError` if an argument is invalid, if the
+        data is invalid or cannot be read, or if `train` or `restore` is already running. Also
+        raises the same errors as `state`, and whatever `report` raises.
         """
         with self._alone():
             return self._train(n_steps, report)
@@ -437,13 +437,13 @@ class Trainer:
             return self._model
 
     def _update_model(self) -> None:
-        """Update a model that the user may have kept."""
+        """Update `model` if the user has accessed it."""
         if "_model" in self.__dict__:
             _ = self.model
 
     @functools.cached_property
     def _model(self) -> Model:
-        # Without training, -1 in the mesh could stand for another size.
+        # Replace -1 in the mesh, which could stand for another size without training.
         mesh = str(MeshShape(**self.steps.mesh.shape))
         config = without_training(self.config.replace(parallel__mesh=mesh))
         tokenizer, block_size = self.dataset.tokenizer, config.model.block_size

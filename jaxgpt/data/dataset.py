@@ -20,7 +20,7 @@ BUILT_IN = {"python": 256, "shakespeare_char": 65}  # vocabulary sizes of the bu
 
 @dataclass(frozen=True, kw_only=True)
 class Source(OpenSource):
-    """A source of an open dataset. It has only the splits that `open_dataset` keeps."""
+    """A source of an open dataset, with only the splits that `open_dataset` keeps."""
 
     entry: BlendEntry
     format: str  # key in `FORMATS`
@@ -115,12 +115,12 @@ class Dataset:
         """Check a sample of each source's pages.
 
         The sample has at most 64 MiB of tokens per split, divided evenly among the sources.
-        However, a source's share is never less than 16 pages.
+        Each source's share is at least 16 pages.
 
         Raises:
             UsageError: if a file cannot be read or is too short, or if the sample has a token
-                outside the vocabulary or a mask byte other than 0 or 1. For a single source, also
-                if its open splits do not match the fingerprint in its `meta`.
+                outside the vocabulary or a mask byte other than 0 or 1, or if the dataset has a
+                single source and its open splits do not match the fingerprint in its `meta`.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -167,14 +167,15 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
-    """Return `config` with the vocabulary size and, for data.document_mask, the end-of-text token.
+    """Return `config` with the vocabulary size and, if needed, the end-of-text token.
 
-    The token is data.end_of_text or, by default, the tokenizer's end-of-text token. If `dataset` is
-    None, the vocabulary size comes from `vocabulary_size`, and the token defaults to 0.
+    The token is set only if data.document_mask is set. It is data.end_of_text or, by default, the
+    tokenizer's end-of-text token. If `dataset` is None, the vocabulary size comes from
+    `vocabulary_size`, and the token defaults to 0.
 
     Raises:
         UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set and
-            the end-of-text token is unknown or outside the vocabulary. Without `dataset`, also
+            the end-of-text token is unknown or outside the vocabulary. If `dataset` is None, also
             raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
@@ -221,9 +222,9 @@ def open_dataset(
 ) -> Dataset:
     """Open the data of a configuration. The first read of tokens opens the token files.
 
-    If `splits` is None, each source keeps the splits found in its files. Otherwise, if a source has
-    no validation split, the end of its training split is used for validation. The process's limit
-    on open files is raised if necessary.
+    If `splits` is None, each source keeps the splits found in its files. If `splits` is given and a
+    source has no validation split, the end of its training split is used for validation. The
+    process's limit on open files is raised if necessary.
 
     Raises:
         UsageError: if files are missing, damaged or too short for one row of each split, if a
@@ -287,7 +288,8 @@ def _open_source(
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
         divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         tokens = tokens | divided
-        meta = {key: meta[key] for key in meta if key != "fingerprint"}  # hash of the whole split
+        # The fingerprint is a hash of the undivided split.
+        meta = {key: meta[key] for key in meta if key != "fingerprint"}
         note = f" with data.val_share={data.val_share}"
     for split in splits or tokens:
         if split not in tokens:
@@ -358,7 +360,7 @@ def _unreadable(entry: BlendEntry, error: OSError) -> UsageError:
 
 
 def _remedy(path: Path) -> str:
-    """Return advice for a path without token data."""
+    """Return advice to the user about a path that has no token data."""
     if (path / PARTS).is_dir():
         return "its preparation was interrupted; run the same jaxgpt.prepare command again"
     for suffix, kind in (".idx", "Megatron pairs"), (".bin", "token files"):

@@ -55,7 +55,7 @@ class Loader:
             batch_sizes: number of rows in each step's batch.
             seed: seed for the sample order and the random tokens.
             sharding: sharding of the global batches; if None, only NumPy rows can be read.
-            random_steps: first and last steps of the ranges that train on random tokens.
+            random_steps: (first, last) ranges of steps that train on random tokens.
         """
         block_size = config.model.block_size
         self.names = dataset.corpora
@@ -86,8 +86,8 @@ class Loader:
     ) -> "Loader":
         """Return a loader for a run's training batches.
 
-        Without `batch_sizes`, the batch size of every step is train.batch_size. Raises `UsageError`
-        if faults.random_tokens is invalid.
+        If `batch_sizes` is None, the batch size of every step is train.batch_size. Raises
+        `UsageError` if faults.random_tokens is invalid.
         """
         sizes = batch_sizes or BatchSizes([(1, config.train.batch_size)])
         random_steps = step_ranges("faults.random_tokens", config.faults.random_tokens)
@@ -97,9 +97,10 @@ class Loader:
     def for_evaluation(
         cls, dataset: Dataset, split: str, config: Config, sharding: "NamedSharding"
     ) -> "Loader":
-        """Return a loader for microbatches of a split, with a different seed from training.
+        """Return a loader for microbatches of a split.
 
-        Each step of this loader is one microbatch. Steps are numbered from 1.
+        The loader's seed differs from the training loader's. Each step is one microbatch. Steps are
+        numbered from 1.
         """
         sizes = BatchSizes([(1, config.microbatch_size)])
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)

@@ -68,10 +68,11 @@ class Index:
 
 
 def is_pair(path: Path) -> bool:
-    """Return whether `path` is PREFIX, PREFIX.bin or PREFIX.idx, and PREFIX.idx exists.
+    """Return whether `path` names a pair whose PREFIX.idx exists.
 
-    PREFIX is also accepted if only PREFIX.bin exists, so that an error can name the missing .idx.
-    Folders are not accepted. May raise `OSError` if a path cannot be accessed.
+    `path` may be PREFIX, PREFIX.bin or PREFIX.idx. PREFIX is also accepted if only PREFIX.bin
+    exists, so that an error can name the missing .idx. Folders are not accepted. May raise
+    `OSError` if a path cannot be accessed.
     """
     prefix = prefix_of(path)
     lacks_idx = path == prefix and Path(f"{prefix}.bin").is_file()
@@ -79,7 +80,7 @@ def is_pair(path: Path) -> bool:
 
 
 def open_pair(path: Path) -> OpenSource:
-    """Open a file pair, given by a path that `is_pair` accepts, as the "train" split.
+    """Open the file pair at `path`, which `is_pair` must accept, as the "train" split.
 
     Raises whatever `read_index` raises.
     """

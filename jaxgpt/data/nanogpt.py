@@ -57,7 +57,7 @@ def open_file(path: Path) -> OpenSource:
     """
     meta = read_meta(path.parent)
     tokens = _open(path, meta)
-    meta.pop("fingerprint", None)  # fingerprint of all splits
+    meta.pop("fingerprint", None)  # computed from all splits
     return OpenSource({"train": tokens}, meta=meta)
 
 

@@ -6,7 +6,7 @@ last windows are moved inside the split, so every epoch covers every token.
 
 `permute` produces the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
 visits a window twice for some n, such as 4^8 + 1. Unlike Grain, `permute` processes a block of
-windows at a time. Importing Grain would also take as long as the rest of a warm start.
+windows at a time. Importing Grain would also double the time of a warm start.
 """
 
 import functools
@@ -15,8 +15,9 @@ import math
 import numpy as np
 
 ROUNDS = 4
-# Up to this many windows are shuffled by sorting random numbers. Grain's cipher permutes at least
-# 2^16 values, so each of n windows would need about 2^16 / n rounds of cycle walking.
+# If there are at most this many windows, they are shuffled by sorting random numbers. Grain's
+# cipher permutes at least 2^16 values, so each of n windows would need about 2^16 / n rounds of
+# cycle walking.
 FEW_WINDOWS = 1024
 BLOCK = 1024  # number of windows to permute at a time
 
@@ -37,7 +38,7 @@ class EpochSampler:
         self._last_start = n_tokens - 1 - block_size
         self._block_size = block_size
         self._seeds = [seed, stream] if stream else [seed]
-        # The phase leaves a partial window at each end, hence the extra window.
+        # The phase shift leaves a partial window at each end, so there is one extra window.
         self.per_epoch = math.ceil((n_tokens - 1) / block_size) + 1
         self.block_offsets = functools.lru_cache(maxsize=2)(self._block_offsets)
 

@@ -27,7 +27,7 @@ SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
-_CONTEXT = 128  # characters to encode on each side of a split point to verify it
+_CONTEXT = 128  # number of characters to encode on each side of a split point, to verify it
 # `same_tokens` encodes this text. Two tokenizers rarely split it in the same way.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
@@ -57,11 +57,11 @@ class Tokenizer(abc.ABC):
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[np.ndarray]:
         """Return the token IDs of each string: int64, shape (tokens,).
 
-        A `FileTokenizer` may encode the strings in parallel. With `parse_special`, an `HFTokenizer`
-        encodes the name of a special token as that token, and a `SentencePieceTokenizer` raises
-        `UsageError`. Other tokenizers ignore `parse_special`. The strings must not contain
-        surrogates. A `CharTokenizer` raises `UsageError` for an unknown character, and a
-        `FileTokenizer` may raise it.
+        A `FileTokenizer` may encode the strings in parallel. If `parse_special` is True, an
+        `HFTokenizer` encodes the name of a special token as that token, and a
+        `SentencePieceTokenizer` raises `UsageError`. Other tokenizers ignore `parse_special`. The
+        strings must not contain surrogates. A `CharTokenizer` raises `UsageError` for an unknown
+        character, and a `FileTokenizer` may do so.
         """
         return [self.encode(text) for text in texts]
 
@@ -354,7 +354,8 @@ def load_tokenizer(
         path: `byte`; the folder of a prepared dataset; a tokenizer.json, a SentencePiece .model or
             a folder that contains tokenizer.json or tokenizer.model; or a folder with GPT-2's
             encoder.json and vocab.bpe (or vocab.json and merges.txt). If a folder has several of
-            these, the first in this order is used. With `end_of_text`, meta.json is ignored.
+            these, the first one in this list is used. If `end_of_text` is set, meta.json is
+            ignored.
         end_of_text: the name of the token between documents. By default, a prepared dataset or a
             SentencePiece model defines this token. For other tokenizers, the default is the
             `eos_token` from tokenizer_config.json in the same folder, or a common name. If none of

@@ -29,7 +29,7 @@ PLUGIN_REMEDY = (
     f"install the vendor's JAX plugin (NVIDIA: {_NVIDIA}; AMD: {_AMD}), or set JAX_PLATFORMS=cpu"
 )
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier much closer together than this
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier within a much shorter time
 
 Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
 
@@ -132,7 +132,7 @@ def check_hosts(job: Job) -> Check:
 def check_devices(job: Job) -> Check:
     """Check that all processes have the same number and kind of devices.
 
-    The kind of a process's first device stands for all of its devices.
+    Only the kind of each process's first device is compared.
     """
     devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
     if len(set(devices)) > 1:
@@ -148,9 +148,9 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that JAX uses every accelerator of every host, each in exactly one process.
 
-    With JAX_PLATFORMS=cpu, unused accelerators are accepted. On an unknown machine, they are also
-    accepted if a variable such as CUDA_VISIBLE_DEVICES is set. On an unknown machine, the number of
-    accelerators comes from `count_accelerators`.
+    Unused accelerators are accepted if JAX_PLATFORMS=cpu is set. On an unknown machine, the number
+    of accelerators comes from `count_accelerators`, and unused ones are also accepted if a variable
+    such as CUDA_VISIBLE_DEVICES is set.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):
@@ -181,8 +181,9 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
 def check_resources(job: Job) -> list[Check]:
     """Check that every process has enough memory, cores and shared memory; return three checks.
 
-    A process needs `MEMORY_PER_PROCESS` and `SHARED_MEMORY_PER_PROCESS` bytes. The processes of a
-    host also need one core each, or all cores if the host has fewer cores than processes.
+    A process needs `MEMORY_PER_PROCESS` bytes of memory and `SHARED_MEMORY_PER_PROCESS` bytes of
+    shared memory. The processes of a host also need one core each, or all cores if the host has
+    fewer cores than processes.
     """
     n = Counter(f.host for f in job)
     cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}

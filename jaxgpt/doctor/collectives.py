@@ -28,10 +28,10 @@ from jaxgpt.perf.units import format_bytes
 # Maps the size of an array in bytes to the number of timed calls.
 REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
-MAX_SECONDS = 0.1  # per call; a slower collective skips larger arrays
+MAX_SECONDS = 0.1  # per call; a slower collective is not run with larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
 CHECKED = 4096  # elements per result to compare with NumPy
-ALL = None  # stands for the sum over all devices, in place of a source device
+ALL = None  # used instead of a source device if the result is a sum over all devices
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Measurement:
     collective: str
     axis: str
     n: int  # number of devices along the axis
-    bytes: int  # of one device's input or output array, the larger one, before rounding up
+    bytes: int  # size of one device's input or output, whichever is larger, before rounding up
     seconds: float | None  # time per call on the slowest process; None after an error
     bus_bandwidth: float | None  # bytes/s, as defined by nccl-tests; None after an error
     error: str | None = None  # error of the lowest rank that failed
@@ -99,7 +99,7 @@ class Measurement:
 def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
     """Return the default mesh: `data` across hosts and `tensor` within each host.
 
-    With one host, or different numbers of devices per host, all devices are on `data`.
+    If there is one host, or if hosts have different numbers of devices, all devices are on `data`.
     """
     on_host = Counter(cluster.hosts[device.process_index] for device in jax.devices())
     if len(on_host) == 1 or len(set(on_host.values())) > 1:
@@ -137,7 +137,7 @@ def measure_axis(
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
     for size in SIZES:
         for collective in tuple(left):
-            # Process 0 decides for all, because a process that stops alone would deadlock the
+            # Process 0 decides when to stop, because a process that stops alone would deadlock the
             # others.
             if size > SIZES[0] and cluster.broadcast(time.monotonic() > deadline):
                 return out

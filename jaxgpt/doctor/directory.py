@@ -23,9 +23,9 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
     """Check that all hosts can write to the run directory and see a file that process 0 wrote.
 
     If the directory does not exist, its nearest existing parent is checked. One process per host
-    runs the checks. Returns each check of `host_checks` with its worst result on any host, or a
-    single FAIL if process 0 cannot write. Every process must call this. Raises `OSError` like
-    `host_checks`.
+    runs the checks. For each check of `host_checks`, returns the worst result of any host. If
+    process 0 cannot write, returns a single FAIL. Every process must call this. Raises `OSError` as
+    `host_checks` does.
     """
     path = error = None
     mine: list[Check] = []
@@ -81,7 +81,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     """Check that this host sees `path`, which process 0 wrote, and can write to its folder.
 
     Waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
-    directory and its file system. Raises `OSError` like `check_file_system`.
+    directory and its file system. Raises `OSError` as `check_file_system` does.
     """
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER

@@ -75,7 +75,7 @@ def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Che
     parameters. If any of these conditions is not met, the check is FAIL.
     """
     losses, hashes = found[0]
-    # The loss of a uniform guess among 256 bytes. Training should start near it.
+    # The loss of a uniform guess among 256 bytes. Training should start near this loss.
     unlearned = math.log(VOCABULARY)
     right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
     differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]

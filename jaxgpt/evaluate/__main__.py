@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if is_help(argv) and rank_from_env() > 0:
             return  # only rank 0 prints the help
-        # Take out data settings first, because --input would treat them as files.
+        # Remove data settings first, because --input would treat them as files.
         settings = [word for word in argv if re.match(r"data\.\w+=", word)]
         words = [word for word in argv if word not in settings]
         arguments, others = parser().parse_known_args(words)
@@ -107,7 +107,7 @@ def run_lm_eval(argv: list[str]) -> None:
 
     import jaxgpt.evaluate.harness  # noqa: F401
 
-    sys.argv = ["lm-eval", *argv]  # lm_eval only reads sys.argv
+    sys.argv = ["lm-eval", *argv]  # lm_eval takes its options from sys.argv only
     cli_evaluate()
 
 
@@ -117,11 +117,11 @@ def input_folder(
 ) -> Iterator[list[str]]:
     """Yield the data settings for the evaluation: `settings`, and data.path if --input is given.
 
-    With --input, data.path is a temporary folder of tokens. The first process of each host writes
-    these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes must call
-    this. Raises `UsageError` if --input is combined with a split other than `ALL` or with another
-    data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises `OSError` as
-    `host_folder` and `write_nanogpt` do.
+    If --input is given, data.path is a temporary folder of tokens. The first process of each host
+    writes these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes
+    must call this. Raises `UsageError` if --input is combined with a split other than `ALL` or with
+    another data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises
+    `OSError` as `host_folder` and `write_nanogpt` do.
     """
     if arguments.input is None:
         yield settings

@@ -16,7 +16,7 @@ from jaxgpt.evaluate.encoder import encoder_of
 from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
 
 DEFAULT_BATCH = 16
-GENERATED_AT_ONCE = 32  # number of tokens to generate between checks for the end
+GENERATED_AT_ONCE = 32  # number of tokens to generate before checking whether the text has ended
 SUPPORTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 NEUTRAL = {"num_beams": (None, 1)}  # accepted only with values that have no effect
 
@@ -156,8 +156,8 @@ class JaxGPT(TemplateLM):
         """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
         A continuation has at most max_gen_toks tokens (by default 256). A context that leaves no
-        room for max_gen_toks tokens is truncated on the left, but keeps at least one token. A
-        sampling option of 0 counts as not set. The random seed of a request is the number of
+        room for max_gen_toks tokens is truncated on the left, but keeps at least one token. If a
+        sampling option is 0, its default is used. The random seed of a request is the number of
         earlier requests with the same context, so repeated requests differ. Raises `UsageError` if
         a generation option is not supported or out of range. Also raises whatever `tok_encode`
         raises.

@@ -88,7 +88,7 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield the path of a temporary folder, written by the first process of each host.
+    """Yield the path of a temporary folder that the first process of each host writes.
 
     `write` gets the path, which ends with `name`, and must create the folder. The process that
     wrote the folder removes it at the end, without waiting for other processes. Each host has a
@@ -148,8 +148,9 @@ def find_trained(
     if block_size is not None and block_size > longest:
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
+    # A table of learned positions must keep its size.
     if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)  # learned positions keep their size
+        config = config.replace(model__block_size=block_size)
     data: Literal["own", "given", "none"]
     data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
     tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
@@ -294,14 +295,14 @@ class Model:
     def score(
         self, rows: "Rows | Iterable[Sequence[int] | np.ndarray]", with_likeliest: bool = False
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield (losses,) for each row or, with `with_likeliest`, (losses, most likely tokens).
+        """Yield (losses,) for each row or, if `with_likeliest`, (losses, most likely tokens).
 
         Losses are float32 in nats, and tokens are int32 IDs. Element i refers to token i + 1 of the
-        row. Both have the shape (T,), where T is `rows.length`; losses after the end of a row are
-        0. The tokens of a `Rows` are not checked. `rows` may also be a list of token ID sequences,
-        each of at most `block_size` + 1 tokens. In this case, a sequence of n tokens yields arrays
-        of shape (n - 1,), and invalid tokens raise `UsageError` as in `logits`. Also raises
-        whatever `rows.read` raises. On a terminal, process 0 shows a progress bar.
+        row. Both arrays have the shape (T,), where T is `rows.length`; losses after the end of a
+        row are 0. The tokens of a `Rows` are not checked. `rows` may also be a list of token ID
+        sequences, each of at most `block_size` + 1 tokens. In this case, a sequence of n tokens
+        yields arrays of shape (n - 1,), and invalid tokens raise `UsageError` as in `logits`. Also
+        raises whatever `rows.read` raises. On a terminal, process 0 shows a progress bar.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -361,8 +362,8 @@ class Model:
 
         `longest` is the maximum length T, by default `block_size`.
 
-        With `truncate`, return only the last `block_size` tokens. Raises `UsageError` if the tokens
-        are invalid.
+        If `truncate` is True, return only the last `block_size` tokens. Raises `UsageError` if the
+        tokens are invalid.
         """
         try:
             given, vocab_size = np.asarray(tokens), self._vocab_size

@@ -80,7 +80,7 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return a slice of the predictions to count. Prediction i is for token i + 1."""
+        """Return the slice of a row's predictions that count. Prediction i is for token i + 1."""
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 

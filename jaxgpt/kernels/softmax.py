@@ -28,7 +28,7 @@ def _in_one_pass(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         low, high = jnp.minimum(a[0], b[0]), jnp.maximum(a[0], b[0])
-        factor = jnp.exp(jnp.where(low == high, 0.0, low - high))  # also if both are -inf
+        factor = jnp.exp(jnp.where(low == high, 0.0, low - high))  # 1 even if both are -inf
         a_is_high = a[0] >= b[0]
         of_high, of_low = jnp.where(a_is_high, a[1], b[1]), jnp.where(a_is_high, b[1], a[1])
         return high, of_high + of_low * factor

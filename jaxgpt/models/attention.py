@@ -16,7 +16,7 @@ from jaxgpt.kernels.dropout import drop_elements
 # each has at least 128 queries. On CPUs, more or shorter blocks would be slower.
 MAX_BLOCKS, MIN_QUERIES, MIN_QUERIES_OF_TWO = 4, 128, 32
 BLOCK = 128  # number of queries that `blockwise_attention` processes at a time
-# From this block size, `blockwise_attention` is faster on CPUs than `causal_attention`. At
+# At this block size and above, `blockwise_attention` is faster on CPUs than `causal_attention`. At
 # T = 1,024, 2,048 and 4,096, `blockwise_attention` takes 0.99, 0.93 and 0.62 times as long, and
 # uses 1/2, 1/4 and 1/8 of the memory (November 2026, two cores of an AMD EPYC, float32, JAX
 # 0.10.2).
@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
     obstacle: Callable[[AttentionSetting], str | None]  # why the kernel cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
     reason: str  # the kernel's advantage, for the log line
-    min_T: int = 0  # `auto` skips the kernel below this block size, except on GPUs with a mask
+    min_T: int = 0  # `auto` skips the kernel below this size, except on GPUs with a document mask
     max_masked_T: float = math.inf  # with a document mask, `auto` skips the kernel above this size
     stores_scores: bool = False  # whether the kernel keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
@@ -281,8 +281,8 @@ def xla_attention(
 ) -> jax.Array:
     """Return out_BTHK = softmax(q k^T / sqrt(K)) v, with the mask that `visible_keys` returns.
 
-    H must be a multiple of G, and each query must see a key. The softmax is computed in float32
-    (float64 for float64 operands). The result has v's dtype.
+    H must be a multiple of G, and each query must see at least one key. The softmax is computed in
+    float32 (float64 for float64 operands). The result has v's dtype.
 
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.

@@ -204,7 +204,7 @@ def _read_documents(
     position, S = positions_T[0], cache.next_starts_S.size
     first = jnp.where(position == 0, 0, cache.next_starts_S[(position - 1) % S])
     begins = jnp.concatenate([first[None], jnp.where(is_end_T, positions_T + 1, 0)])
-    starts = jax.lax.cummax(begins)  # for the new tokens and the one after them
+    starts = jax.lax.cummax(begins)  # for the new tokens and the token that follows them
     starts_T, next_starts_T = starts[:-1], starts[1:]
     layers = [
         one._replace(starts_S=_write_slots(one.starts_S, starts_T, position))

@@ -23,7 +23,7 @@ from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
 INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
-VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of 128, so that devices can share them
+VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of 128, so that they can be sharded
 
 # (x, W, number of dims to contract) -> x W
 Multiply = Callable[..., Any]
@@ -72,8 +72,9 @@ class LayerBuilder:
             axes: logical axes of all dims of the weight, inputs first.
 
         Raises:
-            UsageError: if `tensor` does not divide the first input dim. Each device would then
-                compute the whole product, and the all-reduce would add it several times.
+            UsageError: if `tensor` does not divide the first input dim. If the dim were replicated,
+                each device would compute the whole product, and the all-reduce would add it several
+                times.
         """
         if inputs[0] % self.parallel.tensor:
             raise UsageError(
@@ -210,7 +211,7 @@ def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention, except hidden states, that layers of the same kind share."""
+    """Attention inputs, other than hidden states, that layers of the same kind share."""
 
     attend: Attention
     at: TokenPositions
@@ -307,7 +308,7 @@ def embedding(
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return `vocab_size` rounded up to a multiple of 128, the row count of a vocabulary table."""
+    """Return the row count of a vocabulary table: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 

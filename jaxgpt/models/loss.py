@@ -160,7 +160,7 @@ def score_tokens(
     output: OutputLayer,
     chunk: int,
 ) -> TokenScores:
-    """Return the scores of all targets. For the arguments, see `loss_parts`."""
+    """Return each target's loss and the most likely token at each position; see `loss_parts`."""
 
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> TokenScores:
         losses_N, logits_NV = output.losses(*part)
@@ -173,7 +173,7 @@ def score_tokens(
 
 
 def _likeliest_token(logits_BTV: jax.Array, output: OutputLayer) -> jax.Array:
-    """Return the token ID of the largest logit, int32 (B, T). If tied, this is the lowest ID."""
+    """Return the token ID of the largest logit (in a tie, the lowest ID), int32 (B, T)."""
     largest_BT = output.parallel.pmax(logits_BTV.max(axis=-1))
     ids_V = jnp.asarray(output.vocab_offset + jnp.arange(logits_BTV.shape[-1]), jnp.int32)
     is_largest_BTV = logits_BTV == largest_BT[..., None]

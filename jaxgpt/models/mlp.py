@@ -13,8 +13,8 @@ from jaxgpt.models.layers import LayerBuilder
 
 # Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
 # experts. Each loss is a sum over the row's tokens, and is equal on all devices along the `tensor`
-# axis. The step adds the mean of each loss over all tokens of the global batch to the mean
-# cross-entropy of the targets.
+# axis. The training loss is the mean cross-entropy of the targets plus, for each auxiliary loss,
+# its mean over all tokens of the global batch.
 AuxLosses = dict[str, jax.Array]
 
 

@@ -45,12 +45,12 @@ def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = 
     Args:
         head_size: K, an even number.
         theta: RoPE base.
-        scaling: values of model.rope_scaling; an empty tuple means no scaling. All
-            frequencies are divided by a single value. Four values are Llama 3.1's factor,
-            low_freq_factor, high_freq_factor and original_max_position. Long wavelengths (above
+        scaling: values of model.rope_scaling; an empty tuple means no scaling. A single value
+            divides all frequencies. Four values are Llama 3.1's factor, low_freq_factor,
+            high_freq_factor and original_max_position. Long wavelengths (above
             original_max_position / low_freq_factor) are multiplied by the factor. Short wavelengths
-            (below original_max_position / high_freq_factor) do not change. In between, the
-            frequencies are interpolated.
+            (below original_max_position / high_freq_factor) do not change. The frequencies in
+            between are interpolated.
     """
     frequencies = theta ** -(np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if len(scaling) == 1:

@@ -35,14 +35,14 @@ def encode_answers(
 
 
 def _cuts(document: LineDocument) -> list[int]:
-    """Return the end of each part of the text: the answers and the text between them."""
+    """Return the end offset of each part. A part is an answer or the text between answers."""
     return sorted({*itertools.chain(*document.answers), len(document.text)} - {0})
 
 
 def _parts(
     document: LineDocument, ends: list[int], encoded: list[np.ndarray], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Return the token IDs of each part. `encoded` holds the IDs of the text up to each end."""
+    """Return each part's token IDs. `encoded[i]` holds the IDs of `document.text[:ends[i]]`."""
     out, start, cut, before = [], 0, 0, np.empty(0, np.int64)
     for end, ids in zip(ends, encoded, strict=True):
         if start:

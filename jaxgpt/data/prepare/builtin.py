@@ -34,7 +34,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 
 def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[str]:
-    """Prepare character-level Tiny Shakespeare. Return the lines that nanoGPT prints for it.
+    """Prepare character-level Tiny Shakespeare. Return the lines that nanoGPT's prepare.py prints.
 
     The dataset is written to `directory`. If `input_file` is None, the text is downloaded. The name
     of `input_file` must not end in a JSON or Parquet suffix. Raises `UsageError` if the text cannot
@@ -86,13 +86,13 @@ def prepare_text(
         json_key: keys of the text in JSON lines and Parquet files; see `LineFormat.key`.
         chat_template: file with a chat template. If `tokenizer` is a path, the default is the
             tokenizer's template.
-        val_share: share of the data to use for validation; if 0 or None, a default in `corpus.py`
-            applies. Megatron data is not split.
-        split: `train`, `val` or `test`, to use all of the text for this split. By default, the text
-            is divided into training and validation data.
+        val_share: share of the data to use for validation; if 0 or None, the default in `corpus.py`
+            is used. Megatron data is not split.
+        split: `train`, `val` or `test`; all of the text goes to this split. By default, the text is
+            divided into training and validation data.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.
         end_of_text: name of the end-of-text token, if `tokenizer` is a path; see `load_tokenizer`.
-        pool: worker processes that help this process to tokenize files.
+        pool: worker processes that tokenize files together with this process.
 
     Raises:
         UsageError: if an option or the input is invalid, or a required package is missing or too

@@ -59,7 +59,8 @@ class ChatTemplate:
         The messages must not contain U+FDD0 or U+FDD1, which mark {% generation %} blocks.
 
         The answers are the template's {% generation %} blocks. If the template has no such block,
-        each answer is located by rendering the conversation up to its start and up to its end.
+        an answer is located by rendering the conversation up to the answer's start and up to its
+        end.
 
         Raises:
             ValueError: if the template rejects the conversation, or if an answer cannot be located.
@@ -114,8 +115,7 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     The tokenizer's own template is chat_template.jinja next to tokenizer.json. If there is no such
     file, it is the `chat_template` field of tokenizer_config.json. If that field has several
     templates, the template named `default` is used. Returns None if no template is found.
-    `tokenizer` is the path of a file or folder. If it is a name such as `char`, it has no template
-    of its own.
+    `tokenizer` is the path of a file or folder. A name such as `char` has no template.
 
     Raises:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2
@@ -143,7 +143,7 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a special token, given as a string or as a dictionary with options."""
+    """Return the text of a special token, which is a string or a dictionary with options."""
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -21,7 +21,7 @@ from jaxgpt.data.source import SPLITS, read_meta
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 TEXT_SHARE, DOCUMENT_SHARE = 0.1, 0.01  # default validation shares of text and of documents
-FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE would select fewer than about ten
+FEW_DOCUMENTS = 1000  # with fewer, DOCUMENT_SHARE would select fewer than about ten documents
 _MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
 
 
@@ -42,10 +42,10 @@ class Corpus:
     def divided(self, pool: Executor | None) -> list[InputFile]:
         """Return the input files, each with the rule for dividing it into splits.
 
-        If `split` is set, no file is divided. Otherwise, if all files are text, their concatenated
-        text is divided at one character. In all other cases, a hash of each document's text selects
-        the document's split. `pool` counts the characters of text files in parallel. Raises
-        `UsageError` if characters are counted and a file is unreadable or not UTF-8.
+        If `split` is set, no file is divided. If it is not set and all files are text, their
+        concatenated text is divided at one character. In all other cases, a hash of each document's
+        text selects the document's split. `pool` counts the characters of text files in parallel.
+        Raises `UsageError` if characters are counted and a file is unreadable or not UTF-8.
         """
         if self.split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -129,7 +129,7 @@ def write_nanogpt(
             tokens["train"] = int(whole * (1 - division.cut))
             tokens["val"] = whole - tokens["train"]
         if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
-            shutil.rmtree(folder)  # retrying requires different input or another split
+            shutil.rmtree(folder)  # the same input and split would fail again
             raise UsageError(
                 f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
                 f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"

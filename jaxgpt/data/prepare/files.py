@@ -14,13 +14,13 @@ from jaxgpt.config import UsageError, in_words
 TEXT = (".txt", ".text", ".md")
 JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
-_BLOCK = 1 << 16  # bytes of a text file to read at a time
+_BLOCK = 1 << 16  # number of bytes to read from a text file at a time
 
 Advance = Callable[[int], object]  # called with the number of bytes read
 
 
 def kind(path: Path) -> tuple[str, ...]:
-    """Return `JSON` or `PARQUET` if the file has such a suffix, and `TEXT` otherwise.
+    """Return `JSON` or `PARQUET` if the file has one of those suffixes; otherwise, return `TEXT`.
 
     The suffix .gz is ignored.
     """
@@ -102,9 +102,9 @@ class _CountingFile(io.FileIO):
 def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, and decompress it if its name ends in .gz.
 
-    `advance` is called with the number of bytes read from the file, before decompression,
-    except by `read()` without a size. Raises `UsageError` if the file cannot be opened, or if the
-    `with` block raises `OSError`, `EOFError` or `zlib.error`.
+    `advance` is called with the number of bytes read from the file, counted before decompression. A
+    `read()` without a size is not counted. Raises `UsageError` if the file cannot be opened, or if
+    the `with` block raises `OSError`, `EOFError` or `zlib.error`.
     """
     try:
         with io.BufferedReader(_CountingFile(path, advance)) as file:
@@ -155,9 +155,8 @@ def read_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, row) for each row of a Parquet file.
 
-    Row numbers start at 1. A row maps the names of columns to values. Only `columns` are read, and
-    columns that the file does not have are ignored. `advance` is called with the number of bytes
-    read.
+    Row numbers start at 1. A row maps column names to values. Only `columns` are read, and columns
+    that the file does not have are ignored. `advance` is called with the number of bytes read.
 
     Raises:
         UsageError: if pyarrow is not installed, if the file cannot be read or its name ends in .gz,

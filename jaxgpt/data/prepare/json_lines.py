@@ -68,7 +68,7 @@ class LineReader:
         return self.read_value(value, where)
 
     def read_value(self, value: Any, where: str) -> LineDocument:
-        """Return the document in a parsed line or row.
+        """Convert a parsed line or row to a document.
 
         Raises the same errors as `read`.
         """

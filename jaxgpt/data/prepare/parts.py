@@ -32,7 +32,7 @@ from jaxgpt.data.tokenizers import Tokenizer
 _UNFINISHED = "unfinished-"
 _FACTS = "part.json"  # the fields of `Part` after `folder`
 _VERSION = 1  # format version of the parts
-_PART = 1 << 26  # maximum total size of several files in one part, in bytes
+_PART = 1 << 26  # files are combined into one part up to this total size, in bytes
 
 
 class Part(NamedTuple):

@@ -17,11 +17,11 @@ from jaxgpt.data.prepare.json_lines import LineDocument, LineFormat, LineReader
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 _BATCH = 1 << 21  # approximate number of characters to encode in parallel
-_LARGEST = 1 << 26  # approximate limit on characters without a split point
+_LARGEST = 1 << 26  # approximate limit on text without a split point, in characters
 
 
 class TextChunk(NamedTuple):
-    """A piece of text that can be encoded without the text around it."""
+    """A piece of text that can be encoded independently of the surrounding text."""
 
     split: str
     text: str

@@ -20,7 +20,7 @@ from jaxgpt.models.attention import (
     cuda_capability,
 )
 
-CASES = {  # settings that override the gpt2 preset, by name of the case
+CASES = {  # name of the case -> settings that override the gpt2 preset
     "attention": (),
     "attention with dropout 0.2": ("model.dropout=0.2",),
     "attention within documents": ("data.document_mask=True",),

@@ -29,8 +29,8 @@ NVIDIA = "driver_version,clocks.sm,clocks.max.sm,power.limit"
 SMALL_GPT2 = (
     "model.block_size=64", "model.n_layer=2", "train.batch_size=2", "train.dtype=float32", WHOLE,
 )  # fmt: skip
-# Maps a name to the steps per round of `bench step` and its settings. The first two have separate
-# checks.
+# Maps a name to the steps per round and the settings of `bench step`. `gpt2` and `gpt2-xl` have
+# separate checks.
 STEPS_ON_GPU = {
     "gpt2": (3, ("--config", "gpt2")),
     "gpt2-xl": (
@@ -43,7 +43,7 @@ STEPS_ON_CPU = {
     "gpt2-xl": (1, ("--config", "gpt2-xl", *SMALL_GPT2, "model.n_layer=1", "train.batch_size=1")),
     "tiny": (1, ("--config", "tiny", "model.n_embd=256", "train.batch_size=32")),
 }
-GOALS = {  # minimum by (name, row) and device; llm.c: 468,000 tokens/s and 49% MFU on an H100
+GOALS = {  # (name, row) -> device -> minimum; llm.c: 468,000 tokens/s and 49% MFU on an H100
     ("gpt2", "tokens/s"): {"h100": 500_000, "h200": 560_000},
     ("gpt2-xl", "MFU"): {"h100": 0.55, "h200": 0.55},
 }
@@ -66,7 +66,7 @@ AB_ON_GPU = (
     "--config", "gpt2", "train.batch_size=96", WHOLE, "--rounds", "7", "--steps", "4",
 )  # fmt: skip
 AB_ON_CPU = ("--config", "gpt2", *SMALL_GPT2, "--rounds", "3", "--steps", "1")
-PARTS = 20  # rows of the profile
+PARTS = 20  # number of rows in the profile
 QUIET = (
     "train.eval_interval=0", "train.sample_tokens=0", "train.log_interval=1", "data.dataset=python",
 )  # fmt: skip
@@ -90,7 +90,7 @@ RESUME_ON_GPU = (
 
 
 def facts(commands: Commands) -> Iterator[Row]:
-    """Report the doctor's findings and, with nvidia-smi, the driver, clocks and power limit.
+    """Report the doctor's findings and, if nvidia-smi exists, the driver, clocks and power limit.
 
     Raises the same errors as `Commands.report`.
     """
@@ -108,7 +108,7 @@ def facts(commands: Commands) -> Iterator[Row]:
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
     """Report the speed that `bench step` measures for the settings named `name`.
 
-    The names are the keys of `STEPS_ON_GPU` or, without a GPU, of `STEPS_ON_CPU`. Saves the
+    The names are the keys of `STEPS_ON_GPU` or, if there is no GPU, of `STEPS_ON_CPU`. Saves the
     measurement for the `memory` check. Raises the same errors as `Commands.json`.
     """
     found = _bench_step(commands, name)
@@ -162,7 +162,7 @@ def numerics(commands: Commands) -> Iterator[Row]:
 
 
 def kernels(commands: Commands) -> Iterator[Row]:
-    """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU.
+    """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU's.
 
     Raises `ValueError` if the runs logged different numbers of steps, or no steps. Also raises
     whatever `Commands.run` and `Commands.json` raise.
@@ -222,13 +222,13 @@ def memory(commands: Commands) -> Iterator[Row]:
         if plan["estimate"]:
             planned, took = plan["estimate"]["step"], found["seconds_per_step"]["median"]
             note = f"planned {1e3 * planned:.4g} ms, took {1e3 * took:.4g} ms"
-            goal = 0.20 if commands.on_gpu else None  # the small steps on a CPU are not typical
+            goal = 0.20 if commands.on_gpu else None  # the CPU's small steps are not typical
             error = abs(planned / took - 1)
             yield row(f"error of the step time for {name}", error, "%", note, at_most=goal)
 
 
 def profile(commands: Commands) -> Iterator[Row]:
-    """List the most expensive parts of a gpt2 step, with roofline times if these are known.
+    """List the most expensive parts of a gpt2 step, with roofline times if known.
 
     A part consists of all operations of one category from the same source line. Raises `Missing` if
     the trace has no operations. Also raises whatever `Commands.json` raises.
@@ -295,7 +295,7 @@ Check = tuple[Callable[[Commands], Iterator[Row]], float]
 
 
 def ab_check(changes: Sequence[str]) -> dict[str, Check]:
-    """Return a check that times each of `changes`, in the format of `CHECKS`."""
+    """Return an entry for `CHECKS` that times each of `changes`."""
     return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), 90)}
 
 

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             is_done = results.get(name, {}).get("status") == "done"
             if (not is_done or name in named) and limit > MIN_SECONDS:
                 print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-                # A comparison's name may contain any character, and be too long for a file name.
+                # A comparison's name may contain any character and may be too long for a file name.
                 folder = given.out / re.sub(r"[^\w.=-]+", "-", name, flags=re.ASCII)[:200]
                 commands = Commands(folder, limit, given.nanogpt, given.torch, given.text)
                 results[name] = run_check(function, commands)

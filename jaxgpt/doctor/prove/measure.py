@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The value as text, or "-" if there is none. Numbers are rounded and have their unit."""
+        """The value as text, or "-" if there is none. Numbers are rounded and include the unit."""
         if isinstance(self.value, str) or self.value is None:
             return self.value or "-"
         if self.unit == "%":
@@ -124,7 +124,7 @@ class Commands:
         return stdout, stderr, process.returncode
 
     def report(self, module: str, *words: str) -> str:
-        """Run a command like `run`, but also accept exit status 1; return its stdout.
+        """Run a command as `run` does, but also accept exit status 1; return its stdout.
 
         Some commands use status 1 to report a problem. Raises the same errors as `run`.
         """
@@ -134,7 +134,7 @@ class Commands:
         return stdout
 
     def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
-        """Run a command with --json, like `run`, and return the JSON object that it prints.
+        """Run a command with --json as `run` does, and return the JSON object that it prints.
 
         Ignores output before the first `{`, and raises `ValueError` if the rest is not a JSON
         object. Also raises whatever `run` raises.
