@@ -47,7 +47,7 @@ def expand_user(path: str, key: str = "") -> str:
     """
     found = path if "\0" in path else os.path.expanduser(path)
     sizes = [len(name.encode(errors="replace")) for name in found.split("/")]
-    if max(sizes) > MAX_NAME or sum(sizes) > MAX_PATH or "\0" in found:
+    if max(sizes) > MAX_NAME or sum(sizes) + len(sizes) > MAX_PATH or "\0" in found:
         raise UsageError(f"{key}{shorten(path)!r}: not a valid file name; use another name")
     if found.startswith("~"):
         raise UsageError(f"{key}{path}: no home directory is known; use an absolute path")

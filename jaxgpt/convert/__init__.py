@@ -20,7 +20,7 @@ def transformers_folder(given: str, key: str = "") -> Path:
     Raises `UsageError` if the path is empty or invalid, or the home directory is unknown. The
     message begins with `key`.
     """
-    if given == TRANSFORMERS:
+    if given in ("", TRANSFORMERS):
         raise UsageError(f"{key}{given}: names no folder; give {TRANSFORMERS}FOLDER")
     return Path(expand_user(given.removeprefix(TRANSFORMERS), f"{key}{TRANSFORMERS}"))
 
