@@ -41,8 +41,8 @@ class LocalFolder:
     def open(self, cluster: ProcessGroup) -> None:
         """Create the folder and remove interrupted saves. All processes call this together.
 
-        Raises `UsageError` on every process if the folder cannot be written, or is not visible to
-        all processes.
+        Raises `UsageError` on every process if the folder is not writable or not visible to all
+        processes.
         """
         checkpoints = self.directory / "checkpoints"
         probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"

@@ -1,4 +1,4 @@
-"""Translation of jaxgpt's and other programs' command lines to strings for each setting."""
+"""Translation of command lines, of jaxgpt and other programs, into words for each setting."""
 
 import difflib
 import math

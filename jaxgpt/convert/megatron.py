@@ -198,7 +198,7 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     if "model0" in state:
         raise UsageError(f"{file}: has an interleaved pipeline; save it without virtual stages")
     if not isinstance(model, dict) or not isinstance(arguments, Inert):
-        raise UsageError(f"{file}: has no model and args; give a Megatron checkpoint")
+        raise UsageError(f"{file}: has no model or args; give a Megatron checkpoint")
     if not isinstance(version, int | float) or version < 2:
         raise UsageError(f"{file}: has checkpoint_version {version}; it must be 2 or later")
     values = {key: _argument(value) for key, value in arguments.fields.items()}

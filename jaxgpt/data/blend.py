@@ -15,7 +15,7 @@ from jaxgpt.config import UsageError, expand_user, in_words
 from jaxgpt.data.megatron import prefix_of
 
 MIN_BLOCK = 4096  # approximate minimum block size in samples
-# If a corpus has only this share, a block has 2^21 samples and takes seconds to compute.
+# Even for a share this small, a block has only 2^21 samples, and takes seconds to compute.
 MIN_SHARE = Fraction(1, 10**6)
 
 

@@ -289,8 +289,8 @@ def _nothing_seen(queries: Queries) -> tuple[jax.Array, jax.Array]:
 def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return zeros with the shape of `x`, or NaN if the first element of `x` is not finite.
 
-    If the zeros did not depend on `x`, XLA for CPUs would allocate them for all blocks of a layer
-    before it processes the first block.
+    If the zeros did not depend on `x`, XLA's CPU backend would allocate them for all blocks of a
+    layer before processing the first one.
     """
     return jnp.broadcast_to(0 * x[(0,) * x.ndim].astype(dtype), x.shape)
 

@@ -185,9 +185,9 @@ def summary(
 ) -> dict[str, Any]:
     """Return a breakdown of the step time, in seconds per step and device.
 
-    `reports` holds each process's result of `report`, and `operations` must contain the name of
-    every event. `seconds` is the time per step. The result contains it as `seconds_per_step`. The
-    result also contains `n_steps` as `steps`, and the number of `processes`.
+    `reports` holds what `report` returned on each process, and `operations` must contain the name
+    of every event. `seconds` is the time per step. The result contains it as `seconds_per_step`.
+    The result also contains `n_steps` as `steps`, and the number of `processes`.
 
     `device_seconds` is the total of all operations, and `categories` holds the total of each
     category. `operations` is a list of the `ROWS` most expensive operations: dicts with `name`,

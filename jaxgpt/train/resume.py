@@ -264,8 +264,8 @@ def prepare_weights(
 ) -> tuple[Config, Path, int, list[str]]:
     """Prepare the initial weights of a run that sets train.init_from.
 
-    Return the run's config, the folder and the step of the weights, and log lines. `directory` is
-    the run directory. The weights of a Hugging Face folder are converted and written to the run
+    Return the run's config, the weights' folder and step, and the lines to log. `directory` is the
+    run directory. The weights of a Hugging Face folder are converted and written to the run
     directory. If the weights have a tokenizer, their `COMPANIONS` are copied to the run directory.
     In the returned config, the path in train.init_from is absolute. If the weights have a tokenizer
     file but the data has no tokenizer, data.tokenizer is also set.
