@@ -374,8 +374,8 @@ class CheckpointConfig:
     """Saving checkpoints and resuming from them."""
 
     interval: CountOrZero = 150
-    """Steps between checkpoints; 0 saves only after the last step. The last step is always
-    saved."""
+    """Steps between checkpoints; 0 saves none at regular steps. A run that ends or stops always
+    saves its last step."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None

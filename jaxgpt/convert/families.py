@@ -60,7 +60,8 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
 def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
     """Return a validated model. The keys of `options` are field names of `ModelConfig`.
 
-    Raises `UsageError` if the options are invalid. The message begins with `where`.
+    Raises `UsageError` if the options are invalid. The message begins with `where`. Unknown values
+    of model.mlp and model.attention are not detected.
     """
     given = {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
     try:

@@ -79,9 +79,10 @@ def layer_activations(
 ) -> tuple[int, int]:
     """Return the size of a layer's saved activations, and the backward pass's working memory.
 
-    Both are in bytes per device, for a microbatch with `tokens` tokens on each device. They follow
-    equation 2 of arXiv 2205.05198, without dropout. Only sequence parallelism splits norms and
-    residuals over `tensor`.
+    Both are in bytes per device, for a microbatch with `tokens` tokens on each device, and depend
+    on parallel.remat. The working memory includes recomputed activations. Without remat or stored
+    scores, the saved size follows equation 2 of arXiv 2205.05198, without dropout. Only sequence
+    parallelism splits norms and residuals over `tensor`.
     """
     model, remat = config.model, config.parallel.remat
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

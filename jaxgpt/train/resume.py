@@ -233,7 +233,7 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
     """Return the batch sizes up to the newest checkpoint, followed by train.batch_size.
 
-    Damaged checkpoints are ignored. Raises `UsageError` as `valid_checkpoints` does.
+    Checkpoints with damaged JSON are ignored. Raises `UsageError` as `valid_checkpoints` does.
     """
     step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
     before = BatchSizes(meta.get("batch_sizes", ()))
