@@ -30,8 +30,9 @@ class Wandb:
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
     `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
-    raise W&B's own errors. They raise `ValueError` if the file that stores the run ID is damaged,
-    and `OSError` if this file cannot be read or written, or if metrics.jsonl cannot be read.
+    raise W&B's own errors, and `UsageError` if the file that stores the run ID cannot be written.
+    They raise `ValueError` if this file is damaged, and `OSError` if it or metrics.jsonl cannot be
+    read, or if the folder for W&B's files cannot be created.
     """
 
     extra = "wandb"  # name of the required package, and of the jaxgpt extra that installs it

@@ -134,6 +134,7 @@ def loss_and_gradients(
     """Return the losses of each row, and the gradients of the weighted mean loss.
 
     Auxiliary losses are added to the loss before it is differentiated (see `mlp.AuxLosses`).
+    `step` (int32, from 1) selects the dropout masks and any injected fault.
 
     Returns:
         `LossParts.rows` and `LossParts.aux` of the global batch, by name: float32 (B,). The entry
