@@ -433,7 +433,7 @@ def restore_params(
     Args:
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
-            shardings.
+            shardings: `NamedSharding`s on one mesh. Saved arrays may be left out.
         run_on_all: `ProcessGroup.run_on_all`, to raise each error on every process. If None, a
             process may miss errors that only other processes find.
 
@@ -509,7 +509,7 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     )
     try:
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            return handler.restore(folder / "state", args=args)
+            found = handler.restore(folder / "state", args=args)
     except Exception as error:  # Orbax and TensorStore raise many types of exceptions
         cause = error.__cause__ or error
         if isinstance(cause, KeyboardInterrupt):  # not a sign of damage
@@ -522,6 +522,11 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
             problem = os.strerror(number)
             raise UsageError(f"{folder}: cannot be read now ({problem}); try again") from error
         raise DamagedCheckpoint(f"{folder}: cannot be restored ({text[:200]})", "") from error
+    for path, array in jax.tree_util.tree_leaves_with_path(found):
+        if isinstance(array, jax.ShapeDtypeStruct):  # Orbax returns the shape if there is no array
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise DamagedCheckpoint(f"{folder}: has no {name}", "")
+    return found
 
 
 @functools.cache

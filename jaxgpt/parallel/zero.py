@@ -30,7 +30,7 @@ class ParamLayout:
     gather_dtype: str  # dtype of the parameter when it is gathered and used
     reduce_dtype: str  # dtype of gradients when they are communicated
     host_terms: int = 0
-    """Number of gradients that are added in host memory (microbatches times slices), or 0 if the
+    """Number of gradients (microbatches times slices) whose sum is kept in host memory, or 0 if the
     parameter is in device memory. Each gradient is reduced over devices before it is added."""
 
     @property

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxgpt.checkpoint.checkpointer import Checkpoints, Save, restore_params
-from jaxgpt.checkpoint.metadata import list_checkpoints
+from jaxgpt.checkpoint.metadata import DamagedCheckpoint, list_checkpoints
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.compiled import make_steps
@@ -93,6 +93,16 @@ def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
     flip_a_bit(state.params["position_embedding"]["embedding"], tmp_path)
     with pytest.raises(UsageError, match="params/position_emb.* does not match its.*1 of.* choose"):
         restore_params(tmp_path, 2, shapes.params)
+
+
+def test_a_parameter_that_was_not_saved_is_named(steps, tmp_path):
+    shapes = steps[0].state_shapes
+    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    checkpoints.save(2, checkpoint_tree(filled(shapes)), META)
+    checkpoints.close()
+    params = {**shapes.params, "other": jax.tree.leaves(shapes.params)[0]}
+    with pytest.raises(DamagedCheckpoint, match="checkpoints/2: has no params/other; choose"):
+        restore_params(tmp_path, 2, params)
 
 
 def flip_a_bit(array, folder):
