@@ -7,6 +7,7 @@ uses only this host), detects the machine and its launcher, prints the command l
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 
@@ -104,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         os.environ[LAUNCH_LINE] = shlex.join(line)
         print(f"launch: {shlex.join(line)}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the launcher would, too
     os.execvp(line[0], line)
 
 

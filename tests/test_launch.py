@@ -373,6 +373,32 @@ def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_pat
     assert job.wait(60) == 75
 
 
+MPIEXEC = """#!/bin/bash
+# As MPICH's mpiexec does: it passes SIGUSR1 and SIGTERM on, and aborts on the second SIGINT.
+trap '' USR1 TERM
+trap '[ "$again" ] && exit 255; again=1' INT
+echo up
+for _ in {1..300}; do sleep 0.1; done
+"""
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
+    (tmp_path / "srun").write_text(MPIEXEC)
+    (tmp_path / "srun").chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "jaxgpt.launch", "--restarts", "1", "--", "true"],
+        env=environment(**variables) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert job.stdout.readline() == "up\n"
+    job.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(1)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(10) == 130
+
+
 QUICKLY = """
 from jaxgpt.cluster import supervisor
 from jaxgpt.launch import main

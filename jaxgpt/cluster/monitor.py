@@ -91,7 +91,7 @@ class Monitor:
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
         self.stalled = 0.0  # time in seconds during which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
-        self.advice = ""  # appended to the hang report
+        self.stacks = self.advice = ""  # for the reports of hangs and lost processes
         self._limit = limit
         self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
         self._progress, self._words = Progress(), ""
@@ -179,8 +179,8 @@ class Monitor:
         The hang report names these files, even if they cannot be written.
         """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
-        self.advice = f"; {directory}/hang-<process>.txt has the stacks of each process; to "
-        self.advice += "resume, start again with the same --out"
+        self.stacks = f"; {directory}/hang-<process>.txt has the stacks of each process"
+        self.advice = "; to resume, start again with the same --out"
 
     def end_job(self, report: str, status: int) -> None:
         """Print `report` and terminate all processes with `status`.
@@ -313,7 +313,7 @@ class Monitor:
         peer.writer.close()
         if message != ["bye"] and not self._closing.is_set():
             name = process_names([rank], self.host_names)
-            self._fail(f"error: {name} {loss}\n", FAILED, delay=0.0)
+            self._fail(f"error: {name} {loss}{self.advice}\n", FAILED, delay=0.0)
 
     def _receive(self, rank: int, peer: Peer, message: list[Any]) -> None:
         match message:
@@ -382,7 +382,7 @@ class Monitor:
         self._note_hang()
         await asyncio.sleep(self._interval)  # wait for stacks and progress
         report = hang_sentence(silent, limit, self._known(), self.host_names)
-        self._fail(f"error: {report}{self.advice}\n", HUNG)
+        self._fail(f"error: {report}{self.stacks}{self.advice}\n", HUNG)
 
     def _note_hang(self) -> None:
         # Use another thread, because the hang may be in a file system or a pipe.

@@ -19,7 +19,7 @@ from jaxgpt.cluster.launch_line import LAUNCH_LINE
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads
-from jaxgpt.cluster.timeouts import COMMAND, RETRY, SLOW_DISK
+from jaxgpt.cluster.timeouts import COMMAND, RETRY, SETTLE, SLOW_DISK
 
 # Exit statuses after which a restart is useless or unwanted.
 FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT)
@@ -52,6 +52,7 @@ class Supervisor:
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
         self._signal: int | None = None
+        self._kills: asyncio.Task[None] | None = None  # after a second Ctrl-C
         # State of the current attempt.
         self._job = ""
         self._progress: dict | None = None  # newest message from `SupervisorLink`
@@ -62,13 +63,13 @@ class Supervisor:
         """Run the command until it is done or the supervisor gives up. Return an exit status.
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
-        two exceptions if the supervisor has received a signal. If an attempt has reported a
-        checkpoint, every status except 0, 130 and 141 (after `| head`) is replaced with 75. If no
-        attempt is running and none has reported a checkpoint, the status is 128 plus the signal's
-        number.
+        three exceptions if the supervisor has received a signal. After a second Ctrl-C, the status
+        is 130. If an attempt has reported a checkpoint, every status except 0, 130 and 141 (after
+        `| head`) is replaced with 75. If no attempt has reported a step, every status except 0, 2,
+        75, 130 and 141 is replaced with 128 plus the signal's number.
 
         Call this in the main thread. Any of `SIGNALS` is forwarded to the launcher as SIGUSR1, but
-        Ctrl-C after an earlier signal is forwarded as SIGTERM. Raises `OSError` if the launcher
+        Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the launcher
         cannot be started. Also raises whatever `launcher` raises.
         """
         return asyncio.run(self._run())
@@ -95,8 +96,10 @@ class Supervisor:
                 return status
             if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
                 return status
+            if self._kills:
+                return 128 + signal.SIGINT
             if self._signal is not None:
-                return STOPPED if saved else status
+                return STOPPED if saved else status if has_trained else 128 + self._signal
             futile = 0 if is_newer else futile + 1
             where = f" at step {progress['step']}" if progress else ", before the first step"
             _say(f"attempt {attempt} ended with status {status} after {seconds:.0f} s{where}")
@@ -155,8 +158,8 @@ class Supervisor:
                     break
                 self._gone, self._is_ending = None, message.pop("ending")
                 self._progress = message
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass  # the host of process 0 is lost, or an unrelated program has connected
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, asyncio.CancelledError):
+            pass  # process 0's host is lost, an unrelated program has connected, or this one exits
         writer.close()
         if job is not None and job == self._job:
             self._gone = time.monotonic()
@@ -187,10 +190,23 @@ class Supervisor:
         again = number == signal.SIGINT and self._signal is not None
         self._signal = number
         self._asked_to_stop.set()
-        if self._process is not None and self._process.returncode is None:
-            # All launchers forward SIGUSR1, but SIGUSR2 kills MPICH's mpiexec. On SIGTERM, srun and
-            # Open MPI's mpirun terminate all processes, as a second Ctrl-C should.
-            self._process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
+        if self._process is None or self._process.returncode is not None:
+            return
+        if not again:
+            # All launchers forward SIGUSR1, but SIGUSR2 kills MPICH's mpiexec.
+            self._process.send_signal(signal.SIGUSR1)
+        elif self._kills is None:
+            self._kills = asyncio.create_task(self._kill_processes())
+
+    async def _kill_processes(self) -> None:
+        """Make the launcher terminate all processes, as a second Ctrl-C should.
+
+        srun and Open MPI's mpirun do this on SIGTERM, and MPICH's mpiexec on a second SIGINT.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            if self._process.returncode is None:
+                self._process.send_signal(number)
+            await asyncio.sleep(SETTLE)
 
 
 async def check_hosts(

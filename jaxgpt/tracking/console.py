@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launch_line import find_mpiexec
-from jaxgpt.cluster.shutdown import STDERR, STDOUT
+from jaxgpt.cluster.shutdown import STDERR, STDOUT, write_if_read
 from jaxgpt.cluster.timeouts import SETTLE
 from jaxgpt.config import in_words
 from jaxgpt.tracking.appended_file import AppendedFile, printable
@@ -101,8 +101,13 @@ class Console:
         try:
             self._print(text)
         except BrokenPipeError:  # the same `tee` was reading stderr
+            try:
+                terminal = os.open("/dev/tty", os.O_WRONLY)
+            except OSError:  # the process has no terminal
+                terminal = os.open(os.devnull, os.O_WRONLY)
             for descriptor in (STDOUT, STDERR):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+                os.dup2(terminal, descriptor)
+            write_if_read("", sys.stderr)  # what was not written yet
 
     def _print(self, text: str) -> None:
         text = wrap(printable(text), self.width)

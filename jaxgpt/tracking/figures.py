@@ -56,7 +56,7 @@ HOST_FIGURES = {
         "tokens consumed so far, including skipped ones", "tokens", 14, _COUNT
     ),
     "train_loss": Figure("loss on the training split in the last evaluation", "", 8, _LOSS),
-    "val_loss": Figure("loss on the validation split in the last evaluation", "", 5, _LOSS),
+    "val_loss": Figure("loss on the validation split in the last evaluation", "", 8, _LOSS),
 }
 _SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
 TYPICAL_STEP, TYPICAL_VALUE = "step=1000/9999", "=12.345"  # for the legend
