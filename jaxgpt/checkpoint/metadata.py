@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import hashlib
 import itertools
 import json
@@ -200,9 +201,9 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
 
 def remove_temporary(checkpoints: Path) -> None:
     """Remove leftovers of interrupted saves and removals from a folder. Errors are ignored."""
-    with contextlib.suppress(OSError):  # leftovers only waste space
-        for scratch in checkpoints.glob(f"*{TEMPORARY_SUFFIX}"):
-            shutil.rmtree(scratch, ignore_errors=True)
+    # Leftovers only waste space. Unlike Path.glob, glob.glob ignores errors.
+    for scratch in glob.glob(f"{glob.escape(str(checkpoints))}/*{TEMPORARY_SUFFIX}"):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def is_step(name: str) -> bool:
