@@ -64,9 +64,9 @@ class Supervisor:
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
         three exceptions if the supervisor has received a signal. After a second Ctrl-C, the status
-        is 130. If an attempt has reported a checkpoint, every status except 0, 130 and 141 (after
-        `| head`) is replaced with 75. If no attempt has reported a step, every status except 0, 2,
-        75, 130 and 141 is replaced with 128 plus the signal's number.
+        is 130 or 75. If an attempt has reported a checkpoint, every status except 0, 130 and 141
+        (after `| head`) is replaced with 75. If no attempt has reported a step, every status except
+        0, 2, 75, 130 and 141 is replaced with 128 plus the signal's number.
 
         Call this in the main thread. Any of `SIGNALS` is forwarded to the launcher as SIGUSR1, but
         Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the launcher
@@ -92,12 +92,12 @@ class Supervisor:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved = True, progress["saved"]
             # Once training has started, BAD_USAGE means a failed disk or device, not bad input.
+            if self._kills and status != STOPPED:  # mpiexec may exit with any status, even 0
+                return 128 + signal.SIGINT
             if status in FINAL and not (status == BAD_USAGE and has_trained):
                 return status
             if status == 128 + signal.SIGPIPE and nobody_reads():  # as after `| head`
                 return status
-            if self._kills:
-                return 128 + signal.SIGINT
             if self._signal is not None:
                 return STOPPED if saved else status if has_trained else 128 + self._signal
             futile = 0 if is_newer else futile + 1
@@ -194,8 +194,11 @@ class Supervisor:
             return
         if not again:
             # All launchers forward SIGUSR1, but SIGUSR2 kills MPICH's mpiexec.
+            name = signal.Signals(number).name
+            _say(f"{name}: stops the run with SIGUSR1; Ctrl-C again ends it at once")
             self._process.send_signal(signal.SIGUSR1)
         elif self._kills is None:
+            _say("second Ctrl-C: terminating all processes without a checkpoint")
             self._kills = asyncio.create_task(self._kill_processes())
 
     async def _kill_processes(self) -> None:
