@@ -358,17 +358,23 @@ for _ in {1..300}; do sleep 0.1; done
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_path):
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
+def supervised(launcher, folder):
+    """Return a supervisor whose launcher, this script, is up."""
+    (folder / "srun").write_text(launcher)
+    (folder / "srun").chmod(0o755)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     job = subprocess.Popen(
         [sys.executable, "-m", "jaxgpt.launch", "--restarts", "1", "--", "true"],
-        env=environment(**variables) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env=environment(**variables) | {"PATH": f"{folder}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert job.stdout.readline() == "up\n"
+    return job
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_path):
+    job = supervised(SRUN, tmp_path)
     job.send_signal(number)
     assert job.wait(60) == 75
 
@@ -383,15 +389,7 @@ for _ in {1..300}; do sleep 0.1; done
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
-    (tmp_path / "srun").write_text(MPIEXEC)
-    (tmp_path / "srun").chmod(0o755)
-    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    job = subprocess.Popen(
-        [sys.executable, "-m", "jaxgpt.launch", "--restarts", "1", "--", "true"],
-        env=environment(**variables) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert job.stdout.readline() == "up\n"
+    job = supervised(MPIEXEC, tmp_path)
     job.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         job.wait(1)

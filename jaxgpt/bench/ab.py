@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import yaml
 
 from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.bench.step import ROUNDS, steps_per_round
-from jaxgpt.config import Config, UsageError, mesh_shape, parse_args
+from jaxgpt.config import Config, UsageError, mesh_shape, parse_args, parse_yaml
 from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.roofline import read_work
@@ -117,8 +116,8 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
             options["xla_"][name] = known.get(value.lower(), value)
         else:
             try:
-                options["jax_"][name] = yaml.safe_load(value)
-            except Exception:  # PyYAML raises various errors, such as IndexError for `!!int`
+                options["jax_"][name] = parse_yaml(value)
+            except ValueError:
                 raise UsageError(f"--change={text}: {name} has a malformed value") from None
     config = parse_args([*settings, *words], PROG, initial_model)
     return Change(config, options["xla_"], options["jax_"])

@@ -7,6 +7,7 @@ from jaxgpt.config.errors import (
     expand_user,
     in_words,
     nearest,
+    parse_yaml,
     read_json,
     shorten,
 )

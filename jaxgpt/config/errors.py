@@ -1,4 +1,4 @@
-"""`UsageError`, the error for mistakes that a user can fix, and validation of JSON files."""
+"""`UsageError`, the error for mistakes that a user can fix, and reading of YAML and JSON."""
 
 import difflib
 import json
@@ -8,6 +8,8 @@ import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and macOS
 
@@ -63,6 +65,18 @@ def in_words(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{type(error).__name__}: {error}"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+def parse_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
+    """Return the value of a YAML text. Raises `ValueError` if the text is invalid."""
+    try:
+        return yaml.load(text, loader)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    # PyYAML converts tagged values with Python functions that raise many types of errors, such as
+    # IndexError for `!!int`.
+    except Exception as error:
+        raise ValueError(in_words(error)) from error
 
 
 def read_json(path: Path, shape: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from jaxgpt.config import aliases
-from jaxgpt.config.errors import UsageError, expand_user, in_words, nearest, shorten
+from jaxgpt.config.errors import UsageError, expand_user, in_words, nearest, parse_yaml, shorten
 from jaxgpt.config.schema import Config, settings
 from jaxgpt.config.translate import CommandLine, translate, unknown_key
 from jaxgpt.config.validate import (
@@ -515,16 +515,11 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        values = yaml.load(path.read_text(), _Loader)
+        values = parse_yaml(path.read_text(), _Loader)
         if isinstance(values, Mapping):
             return values
         problem = "it has no sections such as `train:`"
-    except RecursionError:
-        problem = "it is nested too deeply"
-    # PyYAML converts dates and numbers with Python functions that raise other types of errors.
-    except (
-        OSError, ValueError, ArithmeticError, AttributeError, LookupError, TypeError, yaml.YAMLError
-    ) as error:  # fmt: skip
+    except (OSError, ValueError) as error:
         problem = in_words(error)
     raise UsageError(
         f"config={path}: not readable as YAML ({problem}); correct the file, or remove it and set "

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from jaxgpt.cluster.hardware import is_locked
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, parse_yaml
 from jaxgpt.tracking.jsonl import METRICS, parse_records
 from jaxgpt.tracking.starts import STARTS
 
@@ -110,11 +109,11 @@ class RunFiles:
         """
         out: dict[str, str] = {}
         try:
-            found = yaml.safe_load(read_text(self.directory / "config.yaml"))
+            found = parse_yaml(read_text(self.directory / "config.yaml"))
             for name, section in found.items() if isinstance(found, dict) else ():
                 keys = section.items() if isinstance(section, dict) else [("", section)]
                 out |= {f"{name}.{key}".rstrip("."): str(value) for key, value in keys}
-        except (yaml.YAMLError, RecursionError, ValueError):
+        except ValueError:
             return {}
         return out
 

@@ -541,3 +541,9 @@ def test_a_run_whose_lock_cannot_be_checked_is_running_if_it_wrote_recently(tmp_
 def test_a_folder_that_cannot_be_looked_up_is_no_run(tmp_path):
     with pytest.raises(UsageError, match="is not a folder; give the --out of a run"):
         read_runs([tmp_path / (300 * "x")])
+
+
+@pytest.mark.parametrize("text", ["train: !!int ''\n", "train: {", 5000 * "["])
+def test_a_damaged_config_file_has_no_settings(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    assert RunFiles(tmp_path, "run").settings() == {}
