@@ -543,37 +543,32 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         shape = shape.fill(n_devices) if n_devices else shape
     except ValueError:
         size = None
+
+    def ignore(why: str, remedy: str = f"; {key}=N splits the batch into N microbatches") -> None:
+        line.notes.append(f"{shown}: ignored, because {why}{remedy}")
+
     if key in line.words:
-        value = " ".join(line.words[key])
-        line.notes.append(f"{shown}: ignored, because {key}={value} is given")
+        ignore(f"{key}={' '.join(line.words[key])} is given", "")
     elif not size or not total:
-        line.notes.append(
-            f"{shown}: ignored, because the global batch size is given; {key}=N splits the batch "
-            "into N microbatches"
-        )
+        ignore("the global batch size is given")
     elif line.unknown_axes:
-        others = ", ".join(line.unknown_axes.values())
-        line.notes.append(
-            f"{shown}: ignored, because the mesh lacks {others}; {key}=N splits the batch into N "
-            "microbatches"
+        ignore(f"the mesh lacks {', '.join(line.unknown_axes.values())}")
+    elif total % size:
+        ignore(f"the global batch size, {total}, is not a multiple of {size}")
+    elif any(shape[axis] == -1 for axis in axes_with("splits_batch")):
+        n = total // size * (shape.n_devices // shape.split_of("splits_batch"))
+        ignore(
+            "the number of devices is unknown",
+            f"; for the microbatches of Megatron, set {key}=N, where N is {n} divided by the "
+            "number of devices",
         )
-    elif any(shape[axis] == -1 for axis in axes_with("splits_batch")) and total % size == 0:
-        n_sharing = shape.n_devices // shape.split_of("splits_batch")
-        line.notes.append(
-            f"{shown}: ignored, because the number of devices is unknown; for the microbatches of "
-            f"Megatron, set {key}=N, where N is {total // size * n_sharing} divided by the "
-            "number of devices"
+    elif total % (size * (n_groups := shape.split_of("splits_batch"))):
+        ignore(
+            f"the global batch size, {total}, is not a multiple of {size} x {n_groups} (the "
+            "data-parallel size)"
         )
     else:
-        n_groups = shape.split_of("splits_batch")
-        n, rest = divmod(total, size * n_groups)
-        if rest:
-            line.notes.append(
-                f"{shown}: ignored, because the global batch size, {total}, is not a multiple of "
-                f"{size} x {n_groups} (the data-parallel size); {key}=N splits the batch into N "
-                "microbatches"
-            )
-            return
+        n = total // (size * n_groups)
         if n > 1:
             line.put(key, [str(n)], shown)
         line.notes.append(

@@ -374,3 +374,10 @@ def test_other_commands_show_corrected_settings_only():
         "corrected settings:",
         "  model.n_layer=2 --mesh 1,1,2",
     ]
+
+
+def test_a_batch_that_micro_batches_do_not_divide_is_said_without_a_number_of_devices():
+    line = translate("--micro-batch-size 5 --global-batch-size 768".split(), presets())
+    (note,) = line.notes
+    assert "because the global batch size, 768, is not a multiple of 5; " in note
+    assert "train.gradient_accumulation_steps" not in line.words
