@@ -95,6 +95,7 @@ class Checkpoints:
         self._local = local_folder(config, directory)
         self._writing: Save | None = None  # being written by Orbax
         self._copying: Save | None = None  # being copied from checkpoint.local
+        self._leftovers: list[Path] = []  # of failed saves; Orbax may still write there
         self._orbax: Any = None  # created by the first save, because importing Orbax takes a second
         # On process 0, one thread removes old checkpoints and copies local checkpoints.
         self._background: ThreadPoolExecutor | None = None
@@ -283,6 +284,8 @@ class Checkpoints:
         """On process 0, make room for a save. Return an error message if this fails, else ""."""
         if not self._cluster.is_main:
             return ""
+        while self._leftovers:
+            shutil.rmtree(self._leftovers.pop(), ignore_errors=True)
         try:
             if self._path(step).exists():  # damaged: the run restarted from an older checkpoint
                 shutil.rmtree(self._path(step))
@@ -372,7 +375,9 @@ class Checkpoints:
         latest = None
         if self._cluster.is_main:
             for directory in {self._path(step).parent, self._folder}:
-                shutil.rmtree(directory / f"{step}{TEMPORARY_SUFFIX}", ignore_errors=True)
+                leftover = directory / f"{step}{TEMPORARY_SUFFIX}"
+                shutil.rmtree(leftover, ignore_errors=True)
+                self._leftovers.append(leftover)  # the next save tries again
             with contextlib.suppress(UsageError):  # treat an unreadable folder as empty
                 latest = max(list_checkpoints(self._directory), default=None)
         latest = self._cluster.broadcast(latest)

@@ -145,6 +145,23 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(steps, tmp_path, m
     assert names(tmp_path) == ["1"]
 
 
+def test_what_orbax_writes_after_a_failed_save_is_removed_by_the_next_save(
+    steps, tmp_path, monkeypatch
+):
+    tree = checkpoint_tree(filled(steps[0].state_shapes))
+    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    usage = shutil.disk_usage(tmp_path)
+    checkpoints.save(1, tree, META)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+        checkpoints.save(2, tree, META)
+        checkpoints.close(is_final=False)
+    (tmp_path / "checkpoints/2.orbax-checkpoint-tmp").mkdir()  # by one of Orbax's threads
+    checkpoints.save(3, tree, META)
+    checkpoints.close()
+    assert names(tmp_path) == ["1", "3"]
+
+
 @contextlib.contextmanager
 def quota():
     """Limit files to 1 MiB."""
@@ -193,10 +210,10 @@ def test_a_run_continues_after_a_failed_save_while_an_older_one_is_complete(
             ):
                 checkpoints.save(2, tree, META)
                 checkpoints.close(is_final=False)
-    assert names(run) == ["1"]
+    assert list_checkpoints(run) == [1]
     checkpoints.save(3, tree, META)
     checkpoints.close()
-    assert names(run) == ["1", "3"]
+    assert list_checkpoints(run) == [1, 3]
     kinds = [(record.kind, record.step) for record in log]
     failed = [("checkpoint_failed", 2)] if trouble == "quota" else []
     assert kinds == [("checkpoint", 1), *failed, ("checkpoint", 3)]
