@@ -372,7 +372,7 @@ def supervised(launcher, folder):
     return job
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_path):
     job = supervised(SRUN, tmp_path)
     job.send_signal(number)

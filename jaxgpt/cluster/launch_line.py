@@ -3,10 +3,13 @@
 import contextlib
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-LAUNCH_LINE = "JAXGPT_LAUNCH_LINE"  # set by jaxgpt.launch
+# Set by jaxgpt.launch: the command line of the job, and jaxgpt.launch's own options up to COMMAND.
+LAUNCH_LINE = "JAXGPT_LAUNCH_LINE"
+LAUNCH_PREFIX = "JAXGPT_LAUNCH_PREFIX"
 MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun")
 
 
@@ -19,6 +22,24 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
         return environ[LAUNCH_LINE]
     found = find_mpiexec()
     return None if found is None else shlex.join(found[1])
+
+
+def launch_prefix(environ: Mapping[str, str]) -> str:
+    """Return the words to type before `python` to start a program the way this job was started.
+
+    For example, this is `mpiexec -n 8 `, with a space at the end. It is empty if the launcher is
+    unknown.
+    """
+    if LAUNCH_PREFIX in environ:
+        return environ[LAUNCH_PREFIX]
+    words = [] if (found := find_mpiexec()) is None else found[1]
+    names = [Path(word).name for word in words]
+    start = next((i for i, name in enumerate(names) if name in MPIEXEC), len(names))
+    end = next((i for i in range(start, len(names)) if names[i].startswith("python")), start)
+    before = words[start:end]
+    if before and shutil.which(names[start]) == before[0]:
+        before[0] = names[start]
+    return "".join(f"{shlex.quote(word)} " for word in before)
 
 
 def find_mpiexec() -> tuple[int, list[str]] | None:

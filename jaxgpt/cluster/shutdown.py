@@ -158,6 +158,15 @@ def _redirect_to_null(*descriptors: int) -> None:
             os.dup2(nothing.fileno(), descriptor)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run after a step, without SIGHUP if nohup ignores it.
+
+    Slurm sends USR1 or USR2 with `sbatch --signal`, and a terminal that closes sends HUP.
+    """
+    out = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
+    return out if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*out, signal.SIGHUP]
+
+
 def nobody_reads() -> bool:
     """Return whether the reader of stdout has exited."""
     poll = select.poll()

@@ -11,12 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jaxgpt.cluster.monitor import Monitor
-from jaxgpt.cluster.shutdown import write_if_read
+from jaxgpt.cluster.shutdown import stop_signals, write_if_read
 from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
-
-# Signals that stop a run after a step. Slurm sends USR1 or USR2 with `sbatch --signal`. The time
-# limit sends ALRM.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 
 class TimeLimit(NamedTuple):
@@ -55,7 +51,7 @@ class StopSignal:
         limit: TimeLimit | None = None,
         sync_point: Callable[[int, bool], bool | None] = lambda step, requested: None,
     ):
-        """Start catching `SIGNALS`; call this in the main thread.
+        """Start catching signals; call this in the main thread.
 
         This starts the monitor's thread and, if there is a time limit, the process's alarm timer.
 
@@ -79,7 +75,8 @@ class StopSignal:
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         monitor.watch_pipe(self._pipe, self._listen)
-        for number in SIGNALS:
+        self._signals = [*stop_signals(), signal.SIGALRM]  # the time limit sends ALRM
+        for number in self._signals:
             signal.signal(number, lambda number, frame: None)
             # Ignore late signals. At exit, Python restores the default handlers, which would kill
             # the process.
@@ -134,7 +131,7 @@ class StopSignal:
 
     def _listen(self) -> None:
         for number in os.read(self._pipe, 64):
-            if number in SIGNALS:
+            if number in self._signals:
                 self._receive(number)
 
     def _receive(self, number: int) -> None:

@@ -18,12 +18,11 @@ from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.launch_line import LAUNCH_LINE
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
-from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads
+from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads, stop_signals
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SETTLE, SLOW_DISK
 
 # Exit statuses after which a restart is useless or unwanted.
 FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT)
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
@@ -68,15 +67,15 @@ class Supervisor:
         (after `| head`) is replaced with 75. If no attempt has reported a step, every status except
         0, 2, 75, 130 and 141 is replaced with 128 plus the signal's number.
 
-        Call this in the main thread. Any of `SIGNALS` is forwarded to the launcher as SIGUSR1, but
-        Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the launcher
-        cannot be started. Also raises whatever `launcher` raises.
+        Call this in the main thread. Any of `stop_signals` is forwarded to the launcher as SIGUSR1,
+        but Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the
+        launcher cannot be started. Also raises whatever `launcher` raises.
         """
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
         self._asked_to_stop = asyncio.Event()
-        for number in SIGNALS:
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._forward_signal, number)
         listener = socket.create_server(("", 0))
         host = "localhost" if self._layout.is_local else reachable_name()
@@ -119,6 +118,7 @@ class Supervisor:
                 return status
             if self._signal is not None:
                 return STOPPED if saved else 128 + self._signal
+            _say(f"restart {attempt} of {self._restarts}")
         raise AssertionError("unreachable")
 
     async def _run_attempt(self) -> int:
@@ -128,6 +128,7 @@ class Supervisor:
         environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
         line = [*self._launcher(self._layout, environ), *self._command]
         environ[LAUNCH_LINE] = shlex.join(line)
+        _say(environ[LAUNCH_LINE])
         # Use a new process group, so that Ctrl-C reaches the job only through `_forward_signal`.
         self._process = await asyncio.create_subprocess_exec(
             *line, stdin=subprocess.DEVNULL, env=environ, process_group=0

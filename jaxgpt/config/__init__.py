@@ -13,6 +13,7 @@ from jaxgpt.config.errors import (
 )
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.parse import (
+    TRAIN,
     checked,
     config_from_dict,
     config_from_file,

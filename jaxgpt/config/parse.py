@@ -278,7 +278,7 @@ def _report(
     given, left_out = _corrected(line, wrong)
     without = f" (without {', '.join(map(shorten, left_out))})" if left_out else ""
     # The options of other commands are not known here.
-    kind, start = ("command", [prog]) if prog == TRAIN else ("settings", [])
+    kind, start = ("command", [prog]) if prog.endswith(TRAIN) else ("settings", [])
     corrected = [f"corrected {kind}{without}:", f"  {_join(start, given)}"]
     try:
         build(given)

@@ -129,9 +129,10 @@ def measure_axis(
     """Check and time all collectives over one axis, with several array sizes.
 
     Returns the measurements, ordered by size and then by collective. Every collective runs with the
-    smallest array. No measurement starts after `allowed` seconds. A collective that failed, or took
-    more than `MAX_SECONDS` per call, is not run with larger arrays. `set_activity` is called with a
-    description of each measurement before it begins. Every process must call this function.
+    smallest array, even if this takes more than `allowed` seconds. No measurement with a larger
+    array starts after `allowed` seconds. A collective that failed, or took more than `MAX_SECONDS`
+    per call, is not run with larger arrays. `set_activity` is called with a description of each
+    measurement before it begins. Every process must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)

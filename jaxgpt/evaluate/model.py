@@ -248,7 +248,11 @@ class Model:
         return self._call(copied if self._is_of_trainer else lambda params: params)
 
     def update(self, params: "Params", step: int) -> None:
-        """Replace the parameters, and set the step that produced them."""
+        """Replace the parameters, and set the step that produced them.
+
+        `params` must have the same structure, shapes, dtypes and shardings as the parameters that
+        they replace. This is not checked. If the model has a lock, the caller must hold it.
+        """
         self._params, self.trained = params, replace(self.trained, step=step)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:

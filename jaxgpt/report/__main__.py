@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             rows_report(runs, given, width)
         for run in runs if given.kind in ("goodput", "spikes") else ():
             is_spikes = given.kind == "spikes"
-            print(spikes_report(run, given.png) if is_spikes else goodput_report(run, width))
+            print(spikes_report(run, width, given.png) if is_spikes else goodput_report(run, width))
 
 
 def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
@@ -162,12 +162,27 @@ def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     if given.json:
         with writing("--json", given.json):
             given.json.write_text(json.dumps(rows, indent=1, default=str) + "\n")
-    print(rows_text(rows, width))
+    print(rows_text(rows, width, keys=2 if given.kind == "startup" else 1))
 
 
-def rows_text(rows: list[dict[str, Any]], width: int) -> str:
+def rows_text(rows: list[dict[str, Any]], width: int, keys: int) -> str:
+    """Return the rows as text. If they are wider than `width`, they are split into several tables.
+
+    Each table begins with the first `keys` columns.
+    """
+    if not rows:
+        return "no starts"
     cells = [["-" if value is None else str(value) for value in row.values()] for row in rows]
-    return table_text(list(rows[0]) if rows else [], cells, width)
+    columns = list(zip(rows[0], *cells, strict=True))
+    parts = [columns[:keys]]
+    for column in columns[keys:]:
+        wider = [*parts[-1], column]
+        if len(parts[-1]) > keys and sum(max(map(len, c)) + 3 for c in wider) + 1 > width:
+            parts.append([*columns[:keys], column])
+        else:
+            parts[-1] = wider
+    tables = (zip(*part, strict=True) for part in parts)
+    return "\n".join(table_text(next(table), table, width) for table in tables)
 
 
 def goodput_report(run: RunFiles, width: int) -> str:
@@ -183,14 +198,15 @@ def goodput_report(run: RunFiles, width: int) -> str:
     return "\n".join([goodput_table(goodput, width), *lines])
 
 
-def spikes_report(run: RunFiles, png: Path | None) -> str:
+def spikes_report(run: RunFiles, width: int, png: Path | None) -> str:
     """Return a run's spikes, skips and rewinds as text, and plot the loss curve.
 
-    The plot is written to the file `png`. If `png` is None, nothing is plotted.
+    The table is at most `width` columns wide. The plot is written to the file `png`. If `png` is
+    None, nothing is plotted.
 
     Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """
-    lines, path = [spikes_table(sum(run.records.values(), []))], run.directory / METRICS
+    lines, path = [spikes_table(sum(run.records.values(), []), width)], run.directory / METRICS
     if run.n_damaged:
         lines.append(f"warning: {run.n_damaged} lines of {path} are damaged and were ignored")
     if png is not None:

@@ -7,6 +7,7 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.console import table_text
 
 SHOWN_ROWS = 2
+LOG_WIDTH = 160  # width of the table in columns if there is no terminal
 
 
 def spike_line(record: dict[str, Any]) -> str:
@@ -44,17 +45,18 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
     return list(SkipRanges((step, step) for step in steps).ranges)
 
 
-def spikes_table(records: list[dict[str, Any]]) -> str:
+def spikes_table(records: list[dict[str, Any]], width: int = LOG_WIDTH) -> str:
     """Return a table of the spikes, skips and rewinds in a run's records, sorted by step.
 
-    If there are none, return `no spikes, skips or rewinds`.
+    The table is at most `width` columns wide. If there are none of these events, return `no spikes,
+    skips or rewinds`.
     """
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:
         return "no spikes, skips or rewinds"
     headings = ("step", "event", "loss", "grad norm", "what was done", "worst rows")
     cells = ((str(step), *rest) for step, *rest in rows)
-    return table_text(headings, cells, 160, title="Spikes, skips and rewinds")
+    return table_text(headings, cells, width, title="Spikes, skips and rewinds")
 
 
 def _rows(records: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:

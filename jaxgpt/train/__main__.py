@@ -6,10 +6,12 @@ GPT on the source code of Python's standard library. `--help` lists every key.
 
 import functools
 import gc
+import os
 import sys
 from typing import Any
 
 from jaxgpt.cluster.environment import rank_from_env
+from jaxgpt.cluster.launch_line import launch_prefix
 from jaxgpt.cluster.monitor import HangLimit
 from jaxgpt.cluster.process_group import (
     INIT_TIMEOUT,
@@ -21,6 +23,7 @@ from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.stopping import StopSignal, time_limit
 from jaxgpt.cluster.timeouts import SLOW_PHASE, START_SKEW
 from jaxgpt.config import (
+    TRAIN,
     Config,
     UsageError,
     describe_batch_size,
@@ -56,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
             if rank_from_env() == 0:
                 parse(argv)
             return
-        config, error = catch_usage_error(parse, argv)
+        command = f"{launch_prefix(os.environ)}{TRAIN}" if rank_from_env() == 0 else TRAIN
+        config, error = catch_usage_error(parse, argv, command)
         clock.enter("distributed init")
         with join_process_group(*_start_limits(config)) as cluster:
             cluster.raise_if_any(error)

@@ -45,23 +45,28 @@ print(stop.reason)
 """
 
 
-def run_steps(limit, save=0.0, number=None):
+def run_steps(limit, save=0.0, numbers=(), prefix=()):
     """Return stdout and stderr of a process that a signal or a time limit stops."""
-    words = [sys.executable, "-c", STEPS, repr(limit), str(save)]
+    words = [*prefix, sys.executable, "-c", STEPS, repr(limit), str(save)]
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert job.stdout.readline() == "ready\n"
-    if number is not None:
+    for number in numbers:
         job.send_signal(number)
     said = job.communicate(timeout=60)
     assert job.returncode == 0, said
     return said
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_stops_after_a_step(name):
-    reason, said = run_steps((), number=signal.Signals[name])
+    reason, said = run_steps((), numbers=[signal.Signals[name]])
     assert reason == f"{name}\n"
     assert said.startswith(f"{name}: stopping after the ") and ", with a checkpoint" in said
+
+
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run():
+    numbers = signal.SIGHUP, signal.SIGTERM
+    assert run_steps((), numbers=numbers, prefix=["nohup"])[0] == "SIGTERM\n"
 
 
 def test_a_limit_stops_after_a_step():
@@ -73,7 +78,7 @@ def test_a_long_checkpoint_stops_a_job_earlier():
     """A checkpoint that takes 3000 s stops a one-hour job at once."""
     reason, said = run_steps((HOUR, "the scheduler", True), save=3000.0)
     assert reason == "time limit\n" and " 4500 s earlier, because a checkpoint takes 3000 s" in said
-    assert run_steps((HOUR, "mine", False), save=3000.0, number=signal.SIGTERM)[0] == "SIGTERM\n"
+    assert run_steps((HOUR, "mine", False), save=3000.0, numbers=[signal.SIGTERM])[0] == "SIGTERM\n"
 
 
 # Like the compiler, this runs outside the interpreter, and Python's own handlers wait for it.

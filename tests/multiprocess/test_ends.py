@@ -263,10 +263,14 @@ def test_all_problems_are_printed_once_by_all_processes(tmp_path):
         "model.n_layers",
         "spike.actoin",
     ]
-    assert command == (
-        f"  python -m jaxgpt.train --out {tmp_path}/run model.n_layer=1 spike.action=off"
-    )
+    corrected = f"python -m jaxgpt.train --out {tmp_path}/run model.n_layer=1 spike.action=off"
+    assert command.startswith("  ") and command.endswith(f"mpiexec -n 2 {corrected}")
     assert gone(tmp_path / "run")
+    options = ("-n", "2", "--restarts", "3", "--")
+    job = run("launch", *options, "python", "-m", "jaxgpt.train", "--out", tmp_path / "run", *wrong)
+    assert job.returncode == 2, job.stdout
+    launch = shlex.join(["python", "-m", "jaxgpt.launch", *options])
+    assert job.stdout.splitlines()[-1] == f"  {launch} {corrected}"
 
 
 def test_a_batch_size_per_device_is_multiplied_by_the_devices_of_all_processes(tmp_path):

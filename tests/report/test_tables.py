@@ -71,7 +71,9 @@ def test_every_start_of_a_run_is_a_row(tmp_path, capsys):
     assert float(found[1]["seconds"]) == round(startup["total"]["max"], 1)
     assert len(json.loads(files[1].read_text())) == 6
     assert files[2].read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("written") == 4
+    table = capsys.readouterr().out
+    assert table.count("written") == 8  # at 200 columns, there are two tables of these four starts
+    assert all(f" {name} " in table for name in rows[0])
     pandas = pytest.importorskip("pandas")
     table = pandas.read_csv(files[0])
     assert table["seconds"].isna().sum() == 1 and table["processes"].max() == 96
@@ -108,6 +110,13 @@ def test_runs_are_listed_with_their_states(tmp_path, capsys):
     assert (best, last) == (round(min(losses), 4), round(losses[-1], 4))
     assert done["mesh"] == next(r["mesh"] for r in records if r["kind"] == "start")
     assert "new" in capsys.readouterr().out
+    lines = report.rows_text([{"run": "a", "mesh": "data=1", "age": 3}], width=20, keys=1)
+    assert [line.split() for line in lines.splitlines() if line[0] in "┃│"] == [
+        ["┃", "run", "┃", "mesh", "┃"],
+        ["│", "a", "│", "data=1", "│"],
+        ["┃", "run", "┃", "age", "┃"],
+        ["│", "a", "│", "3", "│"],
+    ]
 
 
 def test_a_run_is_read_on_from_where_the_last_read_ended(tmp_path):

@@ -23,7 +23,7 @@ from jaxgpt.perf.units import count
 from jaxgpt.spikes.detector import CAUSES
 from jaxgpt.spikes.policy import read_rewinds
 from jaxgpt.spikes.record import spike_record
-from jaxgpt.spikes.report import rewind_line, spike_line, spikes_table
+from jaxgpt.spikes.report import LOG_WIDTH, rewind_line, spike_line, spikes_table
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking import Trackers
 from jaxgpt.tracking.console import Console
@@ -369,7 +369,10 @@ class Reporter:
         Raises `OSError` on process 0 if metrics.jsonl cannot be read.
         """
         if self._cluster.is_main:
-            self.info(spikes_table(read_records(self._run.directory / METRICS)))
+            records = read_records(self._run.directory / METRICS)
+            self.info(
+                spikes_table(records, self._console.width or LOG_WIDTH), spikes_table(records)
+            )
 
     def close(self, last_line: str, step: int | None = None, has_failed: bool = False) -> None:
         """Log how the run ended, and close every log and tracker.
@@ -467,7 +470,7 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     ),
     "straggler": straggler_line,
     "checkpoint": lambda r: (
-        f"step={r['step']} checkpoint {r['path']} complete after {r['seconds']:.2f}s "
+        f"step={r['step']} checkpoint complete after {r['seconds']:.2f}s "
         f"(training stalled {r['stalled']:.2f}s)"
     ),
     "checkpoint_failed": lambda r: (
