@@ -58,7 +58,8 @@ class Stretch(NamedTuple):
     checkpoint: int  # step of the checkpoint to start from; 0 is the initial state
     last: int  # the last step to repeat
     conditions: list[list[Any]]  # the distinct `Conditions` of the steps, in order, as lists
-    parts: list[list[Any]]  # [last step, configuration as a dict] for each batch size, in order
+    # [last step, configuration as a dict] for each sequence of steps with the same batch size
+    parts: list[list[Any]]
 
 
 class Difference(NamedTuple):

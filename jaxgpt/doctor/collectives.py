@@ -36,14 +36,21 @@ ALL = None  # used instead of a source device if the result is a sum over all de
 
 @dataclass(frozen=True)
 class CollectiveTest:
-    """A collective and its expected result."""
+    """A collective over one mesh axis, and its expected result.
+
+    n is the number of devices along the axis. Each of them starts with a float32 array (n * part,),
+    or (part,) if `from_parts`.
+    """
 
     name: str
     meaning: str  # explanation for newcomers
     run: Callable[[jax.Array, str, int], jax.Array]
-    """(one device's array, mesh axis, n) -> one device's result; called inside `jax.shard_map`."""
+    """(one device's array, mesh axis, n) -> one device's result, a float32 array with one axis.
+    This is called inside `jax.shard_map`."""
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
-    """(device, n, part length, positions in its result) -> (source device, source positions)."""
+    """(device, n, part, positions (k,) in its result) -> (source device, source positions (k,)).
+    Devices are numbered from 0 along the axis. The source device is an int, an array (k,), or `ALL`
+    if the result is a sum over all devices."""
     from_parts: bool = False  # whether each device starts with only one of the n parts
 
 

@@ -20,13 +20,14 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Raise `UsageError` if an `OSError` or `ValueError` occurs while a file is being written.
+    """Raise `UsageError` if an error occurs while a file is being written.
 
-    The message names `option`, such as `--csv`.
+    This is an `OSError` or `ValueError`, or a `RuntimeError` of matplotlib, such as when LaTeX is
+    missing. The message names `option`, such as `--csv`.
     """
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         text = f"{option}={path}: cannot be written ({in_words(error)})"
         raise UsageError(f"{text}; give another file, in a writable folder") from None
 

@@ -53,7 +53,7 @@ class AppendedFile:
         except OSError as error:
             self.reopen()  # a restarted file server may reject the old handle
             n = len(self.waiting)
-            lines = f"{n} line{'s are' if n > 1 else ' is'}"
+            lines = f"{n} line{'s are' if n != 1 else ' is'}"
             raise OSError(f"{in_words(error)}; {lines} waiting to be written") from None
 
     def close(self) -> None:

@@ -39,18 +39,18 @@ class RunFiles:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the new lines of metrics.jsonl. Return False if there are no new lines.
+        """Read the new lines of metrics.jsonl. Return whether `records` has changed.
 
         If a restart or a rewind has replaced the file, it is read from the start. Raises
         `UsageError` if the file cannot be read.
         """
-        path, new, found = self.directory / METRICS, b"", []
+        path, new, found, was_replaced = self.directory / METRICS, b"", [], False
         try:
             if path.exists():
                 with path.open("rb") as file:
                     file.seek(self._position - len(self._tail))
                     if file.read(len(self._tail)) != self._tail:
-                        self._position, self._tail = file.seek(0), b""
+                        self._position, self._tail, was_replaced = file.seek(0), b"", True
                         self.records, self.n_damaged = defaultdict(list), 0
                     new = file.read().rpartition(b"\n")[0]  # the last line may be incomplete
         except OSError as error:
@@ -68,7 +68,7 @@ class RunFiles:
             self.records[record["kind"]].append(record)
         known = [(r["step"], number(r, "consumed_tokens")) for r in self.records["train"]]
         self._tokens = np.array([(0.0, 0.0), *(pair for pair in known if pair[1] > 0)]).T
-        return bool(new)
+        return bool(new) or was_replaced
 
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return a field's steps and values in all records of one kind: float64 (N,) each.

@@ -318,8 +318,8 @@ def _paths(dataset: Dataset) -> list[str]:
 def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return the data settings with absolute paths, and with any file list converted to `blend`.
 
-    If the file in data.tokenizer does not exist, its path stays relative. Raises `UsageError` as
-    `entries` does.
+    Each line of `blend` also names its corpus. If the file in data.tokenizer does not exist, its
+    path stays relative. Raises `UsageError` as `entries` does.
     """
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))

@@ -136,6 +136,8 @@ def test_a_run_is_read_on_from_where_the_last_read_ended(tmp_path):
     assert found.refresh() and [r["step"] for r in found.records["train"]] == [1]
     path.write_text(line(4) + line(5))  # longer, and in the same inode, as after two restarts
     assert found.refresh() and [r["step"] for r in found.records["train"]] == [4, 5]
+    path.write_text("")
+    assert found.refresh() and not found.records["train"]
 
 
 def test_numbers_are_written_as_csv_and_plotted_in_the_terminal(tmp_path, capsys):
