@@ -91,7 +91,8 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
 def steps_per_round(rounds: Rounds) -> int:
     """Return the number of steps (1 to `MAX_STEPS`) that take about `ROUND_SECONDS`.
 
-    Runs `WARM_UP` steps to measure the step time. All processes call this together.
+    Runs `WARM_UP` steps to measure the step time. All processes call this together. Raises whatever
+    `Rounds.run_compiled_step` raises.
     """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))

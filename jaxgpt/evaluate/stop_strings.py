@@ -7,12 +7,15 @@ from typing import NamedTuple
 class Written(NamedTuple):
     """Text that is being generated."""
 
-    text: str  # the prompt and the final part of the new text
+    text: str  # the prompt, and the new text that later tokens will not change
     is_done: bool
 
 
 def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> Written:
-    """Return the final part of a text, and whether the text is complete.
+    """Return the text that later tokens will not change, and whether it is complete.
+
+    Unless `is_last`, this leaves out a suffix that may begin a stop string, or that consists of the
+    bytes of an incomplete character (U+FFFD).
 
     Args:
         prompt: the prompt.

@@ -121,8 +121,9 @@ def make_steps(
     Args:
         mesh: a mesh that fits the configuration; see `job_mesh`.
         attend: the attention function; by default, the kernel that model.attention selects.
-        slices: number of slices that each device's part of a microbatch is split into; the default
-            is 1 or, if `on_cpu`, the result of `choose_n_slices`.
+        slices: number of equal slices that each device's part of a microbatch is split into. It
+            must divide the number of rows in that part, or the train step cannot be lowered. The
+            default is 1 or, if `on_cpu`, the result of `choose_n_slices`.
         on_cpu: whether to build the model for CPUs; by default, True if `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 
