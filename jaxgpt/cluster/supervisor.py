@@ -18,7 +18,7 @@ from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.launch_line import LAUNCH_LINE
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
-from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STOPPED, nobody_reads, stop_signals
+from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STDERR, STOPPED, nobody_reads, stop_signals
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SETTLE, SLOW_DISK
 
 # Exit statuses after which a restart is useless or unwanted.
@@ -263,4 +263,7 @@ async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | N
 
 
 def _say(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"launch: {text}", file=sys.stderr, flush=True)
+    except OSError:  # the terminal is closed, or the reader of a pipe has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
