@@ -158,7 +158,7 @@ class JaxGPT(TemplateLM):
         A continuation has at most max_gen_toks tokens (by default 256). A context that leaves no
         room for max_gen_toks tokens is truncated on the left, but keeps at least one token. If a
         sampling option is 0, its default is used. The random seed of a request is the number of
-        earlier requests with the same context, so repeated requests differ. Raises `UsageError` if
+        earlier requests with the same context, so repeated samples differ. Raises `UsageError` if
         a generation option is not supported or out of range. Also raises whatever `tok_encode`
         raises.
         """

@@ -11,9 +11,10 @@ from flax import nnx
 class LayerNorm(nnx.LayerNorm):
     """`nnx.LayerNorm` (arXiv 1607.06450) over the last axis: x_BTD -> y_BTD in `dtype`.
 
-    If `dtype` is None, y is float32 (unlike in Flax). In float32, the output agrees with Flax's. In
-    bfloat16, the output is more accurate, because Flax rounds the scale and the bias first.
-    Supports epsilon and use_bias, but no other option that changes the computation.
+    If `dtype` is None, y is float32, even if x and the parameters are bfloat16 (unlike in Flax). In
+    float32, the output agrees with Flax's. In bfloat16, the output is more accurate, because Flax
+    rounds the scale and the bias first. Supports epsilon and use_bias, but no other option that
+    changes the computation.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

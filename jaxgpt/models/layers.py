@@ -214,8 +214,8 @@ class AttentionInputs(NamedTuple):
     """Attention inputs, other than hidden states, that layers of the same kind share."""
 
     attend: Attention
-    at: TokenPositions
-    rotation: Rotation | None  # None unless model.position=rope
+    at: TokenPositions  # of whole rows, even if the sequence is split over devices
+    rotation: Rotation | None  # at this device's positions; None unless model.position=rope
     window: int | None
 
 
