@@ -28,7 +28,7 @@ def launch_prefix(environ: Mapping[str, str]) -> str:
     """Return the words to type before `python` to start a program the way this job was started.
 
     For example, this is `mpiexec -n 8 `, with a space at the end. It is empty if the launcher is
-    unknown.
+    unknown, or if its command line does not contain `python`, as with torchrun.
     """
     if LAUNCH_PREFIX in environ:
         return environ[LAUNCH_PREFIX]
