@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from jaxgpt.cluster.environment import SUPERVISOR
 from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.shutdown import stop_signals, write_if_read
 from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
@@ -148,10 +149,8 @@ class StopSignal:
             steps = "the steps in progress" if self._step_seconds else "the first step"
             leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C twice or SIGKILL"
             self.outlive_reader()
-            self.say(
-                f"{self.reason}: stopping after {steps}, with a checkpoint; {leave} exits at "
-                "once, without one"
-            )
+            hint = "" if SUPERVISOR in os.environ else f"; {leave} exits at once, without one"
+            self.say(f"{self.reason}: stopping after {steps}, with a checkpoint{hint}")
 
     def reached(self, step: int) -> bool:
         """Return whether all processes have agreed to stop after `step`.

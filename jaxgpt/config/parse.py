@@ -100,9 +100,10 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints all keys and exits with status 0. If the first word without a dash is a group
-    (`--help model`), only the keys of this group are printed. A misspelt group after `--help` is
-    an error.
+    `--help` prints all keys and exits with status 0. If there is a word that is a key (`--help
+    model.n_layer`), only this key is printed. Otherwise, if the first word without a dash is a
+    group (`--help model`), only the keys of this group are printed. A misspelt group after `--help`
+    is an error.
     `train.batch_size_per_device` is converted to `train.batch_size` and set to None, unless
     `counts_devices_later` keeps it.
 
@@ -138,7 +139,8 @@ def parse_args(
     if is_help(argv):
         words = [word for word in argv if not word.startswith("-")]
         _check_help_group(argv)
-        print(help_text(prog, choices, *words[:1]))
+        keys = settings().keys() & set(words)
+        print(help_text(prog, choices, *(sorted(keys) or words[:1])))
         sys.exit(0)
     line = translate(argv, presets())
     given = line.words
@@ -207,7 +209,7 @@ def _check_help_group(argv: Sequence[str]) -> None:
     Settings and presets are accepted, because `--help` may appear anywhere on a command line.
     """
     groups = sorted(_sections())
-    known = {*groups, *presets()}
+    known = {*groups, *presets(), *settings()}
     for flag, word in itertools.pairwise(argv):
         if flag in ("-h", "--help") and not (word.startswith("-") or "=" in word or word in known):
             near = nearest(word.partition(".")[0], groups)
@@ -279,7 +281,7 @@ def _report(
     without = f" (without {', '.join(map(shorten, left_out))})" if left_out else ""
     # The options of other commands are not known here.
     kind, start = ("command", [prog]) if prog.endswith(TRAIN) else ("settings", [])
-    corrected = [f"corrected {kind}{without}:", f"  {_join(start, given)}"]
+    corrected = [f"corrected {kind}{without}:", f"  {_join(start, given)}"] if given else []
     try:
         build(given)
     except UsageError as error:
@@ -595,9 +597,14 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     """Return the text of --help: every key with its type, bounds, default and description.
 
     `prog` is the name of the command. `choices` maps keys to allowed values that their types do not
-    list. If `group` is a section, the text has only the keys of that section. If not, the text has
-    all keys, the usage and the names of the presets.
+    list. If `group` is a section or a key, the text has only the keys of that section, or only that
+    key. If not, the text has all keys, the usage and the names of the presets.
     """
+    if group in settings():
+        name = group.rpartition(".")[0]
+        return "\n".join(
+            _entries(_sections().get(name, Config), f"{name}.".lstrip("."), choices, group)
+        )
     sections = _sections()
     shown = [name for name in sections if name == group] or list(sections)
     lines = []
@@ -617,13 +624,17 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     return "\n".join(lines)
 
 
-def _entries(section: type, prefix: str, choices: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return help lines for the documented fields of a dataclass."""
+def _entries(
+    section: type, prefix: str, choices: Mapping[str, Iterable[str]], only: str = ""
+) -> list[str]:
+    """Return help lines for the documented fields of a dataclass, or for the key `only`."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     lines = []
     for node, below in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
             name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
+            if only not in ("", name):
+                continue
             default = " ".join(map(str, default)) if isinstance(default, tuple) else default
             kind = Literal[*choices[name]] if name in choices else settings()[name]
             values = describe(kind)

@@ -68,6 +68,10 @@ def main(argv: list[str] | None = None) -> None:
         if rank_from_env() != 0:  # under a launcher, only process 0 prints
             return
         argv = sys.argv[1:] if argv is None else argv
+        if not argv:
+            raise UsageError(
+                "RUN: is missing; give the --out of a run, or see --help for tables of runs"
+            )
         is_page = bool(argv) and argv[0] not in (*KINDS, "-h", "--help")
         options = (word.partition("=")[0] for word in argv)
         of_page = [name for name in options if name in ("--text", "--png", "--out", "-o")]

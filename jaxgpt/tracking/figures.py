@@ -12,6 +12,7 @@ class Figure(NamedTuple):
     short: str = ""  # name on the console; by default, the name in the record
     rank: int = 7  # metrics with the highest rank are dropped first if a line is too long
     show: Callable[[float], str] = "{:.4g}".format
+    width: int = 7  # usual number of characters of a value
 
 
 def _gib(size: float) -> str:
@@ -51,7 +52,7 @@ HOST_FIGURES = {
     ),
     "skipped_steps": Figure("steps skipped since start-up, if any", "skipped", 2, _COUNT),
     "nonfinite_steps": Figure("non-finite steps since start-up, if any", "nonfinite", 2, _COUNT),
-    "seconds_left": Figure("time left at the average speed so far", "left", 6, clock_text),
+    "seconds_left": Figure("time left at the average speed so far", "left", 5, clock_text),
     "consumed_tokens": Figure(
         "tokens consumed so far, including skipped ones", "tokens", 14, _COUNT
     ),
@@ -59,7 +60,6 @@ HOST_FIGURES = {
     "val_loss": Figure("loss on the validation split in the last evaluation", "", 8, _LOSS),
 }
 _SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
-TYPICAL_STEP, TYPICAL_VALUE = "step=1000/9999", "=12.345"  # for the legend
 
 
 def train_line(
@@ -72,9 +72,13 @@ def train_line(
 
     The text has the metrics in `figures`, and the mean loss of each corpus. Missing values are left
     out, and so are `skipped_steps` and `nonfinite_steps` if they are 0. If `width` is given, the
-    metrics with the highest ranks are dropped until the line fits in `width` columns. The step, the
-    skipped range and metrics with a negative rank are never dropped.
+    metrics with the highest ranks are dropped until the line fits in `width` columns. Unless the
+    step was skipped, this assumes that all values have at least their usual widths, so that the
+    lines of all steps have the same metrics. The step, the skipped range and metrics with a
+    negative rank are never dropped.
     """
+    if not record["skipped"]:
+        figures = _usually_shown(figures, max_iters, width)
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
         first, last = record["skipped_range"]
@@ -92,28 +96,44 @@ def train_line(
 
 
 def legend(
-    figures: Mapping[str, Figure], corpora: Sequence[str] = (), width: int | None = None
+    figures: Mapping[str, Figure],
+    max_iters: int,
+    corpora: Sequence[str] = (),
+    width: int | None = None,
 ) -> list[str]:
     """Return the legend of the training lines: one line for the step, each metric and each corpus.
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
-    given, the legend omits the corpora, and any metrics that rarely fit in a training line of that
-    width.
+    given, the legend omits the corpora, `skipped_steps`, `nonfinite_steps` and any metrics that
+    training lines of that width omit.
     """
-    names = {name: figure.short or name for name, figure in figures.items()}
-    if width:
-        parts = [(-1, TYPICAL_STEP)]
-        for name, figure in figures.items():
-            if name not in _SILENT_AT_ZERO:
-                parts.append((figure.rank, names[name] + TYPICAL_VALUE))
-        shown = _fitting(parts, width + 20)  # actual values may be shorter, or missing
-        names = {name: short for name, short in names.items() if short + TYPICAL_VALUE in shown}
     out = {"step": "optimizer step (from 1) / last step"}
-    out |= {short: figures[name].legend for name, short in names.items()}
+    for name, figure in _usually_shown(figures, max_iters, width).items():
+        if not (width and name in _SILENT_AT_ZERO):
+            out[figure.short or name] = figure.legend
     if not width:
         out |= dict.fromkeys(corpora, "mean loss on this corpus since the last line")
     longest = max(map(len, out))
     return [f"  {name:{longest}}  {meaning}" for name, meaning in out.items()]
+
+
+def _usually_shown(
+    figures: Mapping[str, Figure], max_iters: int, width: int | None
+) -> dict[str, Figure]:
+    """Return the metrics that fit in `width` columns if all values have their usual widths.
+
+    Counts that are usually 0 take no space.
+    """
+    if width is None:
+        return dict(figures)
+    left, shown = width - len(f"step={max_iters}/{max_iters}"), set()
+    for name, figure in sorted(figures.items(), key=lambda item: item[1].rank):
+        if name not in _SILENT_AT_ZERO:
+            left -= len(f" {figure.short or name}=") + figure.width
+        if left < 0 <= figure.rank:
+            break
+        shown.add(name)
+    return {name: figure for name, figure in figures.items() if name in shown}
 
 
 def _fitting(parts: Sequence[tuple[int, str]], width: int | None) -> list[str]:

@@ -84,7 +84,7 @@ def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     """Log how the run ended, close its logs, and return its exit status."""
     step, close = result.step, trainer.job.report.close
     if result.failure:
-        close(result.failure, has_failed=True)
+        close(f"error: {result.failure}", has_failed=True)
         return exits.FAILED
     if step >= run.config.train.max_iters:
         close(f"done after step {step}", step)

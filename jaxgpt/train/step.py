@@ -47,11 +47,11 @@ class Metric(NamedTuple):
 # All metrics of a step. They appear on the console, in metrics.jsonl and in every tracker.
 STEP_METRICS = {
     "loss": Metric(
-        Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format),
+        Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format, width=6),
         lambda values: values.loss,
     ),
     "grad_norm": Metric(
-        Figure("global norm of the unclipped gradient", "gnorm", rank=3, show="{:.3f}".format),
+        Figure("global norm of the unclipped gradient", "gnorm", 3, "{:.3f}".format, width=6),
         lambda values: values.grad_norm,
     ),
     "lr": Metric(Figure("learning rate", rank=6, show="{:.3g}".format), lambda values: values.lr),

@@ -1,6 +1,7 @@
 import argparse
 import dataclasses
 import os
+import re
 import typing
 from pathlib import Path
 
@@ -391,13 +392,17 @@ def test_help_for_one_group_shows_its_keys_only(capsys):
         parse_args(["--help", "spike"])
     printed = capsys.readouterr().out
     assert "--spike.window" in printed and "--model." not in printed
+    for key in ("spike.window", "out"):
+        with pytest.raises(SystemExit):
+            parse_args(["--help", key])
+        assert re.findall(r"--[\w.]+", capsys.readouterr().out) == [f"--{key}"]
 
 
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
         ("optimizr", "did you mean optimizer?"),
-        ("optimizer.name", "did you mean optimizer?"),
+        ("optimizer.nam", "did you mean optimizer?"),
         ("zzz", "use one of checkpoint, data,"),
     ],
 )

@@ -192,6 +192,16 @@ def test_all_problems_are_in_one_message():
     assert (config.model.n_layer, config.spike.action, config.train.seed) == (2, "off", 2)
 
 
+def test_no_command_is_offered_if_nothing_can_be_corrected():
+    with pytest.raises(UsageError) as caught:
+        parse("train.max_iters=0 train.batch_size=-1")
+    assert [line[:7] for line in str(caught.value).splitlines()] == [
+        "2 probl",
+        "  train",
+        "  train",
+    ]
+
+
 def test_a_contradiction_is_reported_with_the_other_problems():
     with pytest.raises(UsageError) as caught:
         parse("model.n_layers=2 model.n_embd=130")

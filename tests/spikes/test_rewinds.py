@@ -255,8 +255,10 @@ def test_too_many_steps_that_are_not_finite_stop_the_run_with_a_good_checkpoint(
     train = ("train.log_interval=5", "checkpoint.interval=11")
     assert train_here(*POISONED, *fault, *train, "--out", tmp_path) == exits.FAILED
     lines = capsys.readouterr().out.splitlines()
-    (line,) = (line for line in lines if line.startswith("spike.max_consecutive_nonfinite=1"))
-    assert "up to step 12, had a non-finite loss or gradient; lower optimizer.learning" in line
+    (line,) = (
+        line for line in lines if line.startswith("error: spike.max_consecutive_nonfinite=1")
+    )
+    assert "in 1 consecutive step, up to step 12; lower optimizer.learning_rate" in line
     assert all(np.isfinite(array).all() for array in checkpoint_arrays(tmp_path, 15).values())
     (spike,) = records(tmp_path, "spike")
     assert spike["step"] == 12 and spike["cause"] == "nonfinite" and spike["nonfinite"]
@@ -285,7 +287,7 @@ def test_a_run_that_cannot_go_on_does_not_replace_its_good_checkpoints(tmp_path,
     found = []
     for _ in range(3):
         assert train_here(*settings) == exits.FAILED
-        assert "had a non-finite loss or gradient" in capsys.readouterr().out
+        assert "the loss or gradient was not finite in " in capsys.readouterr().out
         found.append(sorted(p.name for p in (tmp_path / "checkpoints").iterdir()))
     assert found[0] == found[1] == found[2] != []
 

@@ -33,6 +33,14 @@ def test_a_narrow_terminal_gets_what_matters_most(width):
     assert len(line) <= width and line.startswith("step=100/300 loss=2.4527")
     if width == 80:
         assert "mfu=" in line and "tps=" in line and "data=" not in line
+    short = {**RECORD, "loss": 2.5, "lr": 1.0, "dt": 1e-3, "tokens_per_sec": 9.0}
+    assert names_of(train_line(short, FIGURES, 300, width)) == names_of(line)
+    first = {k: v for k, v in RECORD.items() if k not in HOST_FIGURES or k == "memory_bytes"}
+    assert names_of(train_line(first, FIGURES, 300, width)) <= names_of(line)
+
+
+def names_of(line):
+    return {word.partition("=")[0] for word in line.split()}
 
 
 def test_a_slow_run_shows_its_sequences_per_second():
@@ -44,7 +52,9 @@ def test_a_metric_is_shown_under_its_own_name_and_explained():
     figures = FIGURES | {"max_logit": Figure("largest logit")}
     record = {**RECORD, "max_logit": 12.5}
     assert "max_logit=12.5" in train_line(record, figures, 300)
-    meanings = dict(line.split(maxsplit=1) for line in legend(figures, corpora=["web", "code"]))
+    meanings = dict(
+        line.split(maxsplit=1) for line in legend(figures, 300, corpora=["web", "code"])
+    )
     assert meanings["max_logit"] == "largest logit"
     assert set(meanings) == {"step", "web", "code"} | {f.short or n for n, f in figures.items()}
 
@@ -52,10 +62,10 @@ def test_a_metric_is_shown_under_its_own_name_and_explained():
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_legend_of_a_narrow_terminal_explains_what_it_shows(width):
     """No field of a usual line is left unexplained, and no line of the legend wraps."""
-    lines = legend(FIGURES, width=width)
+    lines = legend(FIGURES, 300, width=width)
     line = train_line({**RECORD, "train_loss": 2.5, "val_loss": 2.75}, FIGURES, 300, width)
-    assert {word.partition("=")[0] for word in line.split()} <= {text.split()[0] for text in lines}
-    assert len(lines) < len(legend(FIGURES)) and max(map(len, lines)) <= 80
+    assert names_of(line) <= {text.split()[0] for text in lines}
+    assert len(lines) < len(legend(FIGURES, 300)) and max(map(len, lines)) <= 80
 
 
 def test_a_chosen_number_is_on_every_line():

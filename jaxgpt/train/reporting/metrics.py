@@ -70,13 +70,16 @@ class MetricsBuffer:
         off, it also has to stop after spike.max_consecutive_nonfinite consecutive non-finite steps.
         """
         limit = self._config.spike.max_consecutive_nonfinite
-        reached = [r.step for r in readings if int(r.metrics.detection.nonfinite) >= limit]
+        lengths = [(int(r.metrics.detection.nonfinite), r.step) for r in readings]
+        reached = [(n, last) for n, last in lengths if n >= limit]
         if not reached:
             return self._failure_of_last(readings)
+        n, last = reached[-1]
         return (
-            f"spike.max_consecutive_nonfinite={limit}: too many consecutive steps, up to step "
-            f"{reached[-1]}, had a non-finite loss or gradient; lower optimizer.learning_rate, "
-            "or remove the newest checkpoints to continue from an older one"
+            f"spike.max_consecutive_nonfinite={limit}: the loss or gradient was not finite in "
+            f"{n} consecutive step{'s' * (n > 1)}, up to step {last}; lower "
+            "optimizer.learning_rate and start again in a new run directory, or, if there is an "
+            "older checkpoint from before the loss diverged, remove the newer ones"
         )
 
     def _failure_of_last(self, readings: list[StepMetrics]) -> str:

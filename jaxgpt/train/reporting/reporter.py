@@ -103,11 +103,13 @@ class Reporter:
         warnings = (*warnings, *self._rates.slow_step_warnings())
         about = self._run, self._steps, self._rates, facts, warnings
         full, short = header_lines(*about), summary_lines(*about)
+        if self._rates.peak is None:
+            self._figures.pop("mfu", None)
         if not self._has_log:
-            corpora, figures = self._run.dataset.corpora, dict(self._figures)
-            if self._rates.peak is None:
-                del figures["mfu"]
-            explain = functools.partial(legend, figures, corpora if len(corpora) > 1 else ())
+            corpora, steps = self._run.dataset.corpora, config.train.max_iters
+            explain = functools.partial(
+                legend, self._figures, steps, corpora if len(corpora) > 1 else ()
+            )
             full += ["training lines:", *explain()]
             width = self._console.width
             short += explain(width=width) if width else ["training lines: explained in train.log"]
@@ -124,13 +126,16 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """If the run resumed, log the checkpoint's step and mesh, and the current mesh."""
-        then, now = self._run.resume_meta, describe(self._steps.mesh)
-        if self._run.resume_step is not None:
-            self.info(
-                f"resumed from step {self._run.resume_step}: mesh {then['mesh']} on "
-                f"{count(then['processes'], 'process', 'es')} -> {now} on {self._cluster.size}"
-            )
+        """If the run resumed, log the checkpoint's step, and how the mesh has changed."""
+        saved, size = self._run.resume_meta, self._cluster.size
+        if self._run.resume_step is None:
+            return
+        before, now = (saved["mesh"], saved["processes"]), (describe(self._steps.mesh), size)
+        change = f" -> {now[0]} on {size}" if before != now else ", as before"
+        self.info(
+            f"resumed from step {self._run.resume_step}: mesh {before[0]} on "
+            f"{count(before[1], 'process', 'es')}{change}"
+        )
 
     def start(self, loader: Loader) -> None:
         """Write config.yaml, log the start of training, and start timing the steps.
@@ -175,7 +180,7 @@ class Reporter:
                 consumed_sequences=sizes.consumed(step),
             )
             self._trackers.log(start)
-            if step:
+            if step and sizes.at(step) != sizes.at(step + 1):
                 self.info(_data_line(sizes, step))
 
     def _new_timer(self) -> StepTimer:
@@ -409,7 +414,7 @@ class Reporter:
             log_start(self._run.directory, "first_step", found)
             compilation = found["phases"]["compile"]["max"]
             cache = found["compile_cache"]
-            work = "load the compiled step from the cache" if cache == "hit" else "compile the step"
+            work = "load the compiled step" if cache == "hit" else "compile the step"
             self.info(
                 f"first step done after {found['total']['max']:.1f} s, including "
                 f"{compilation:.1f} s to {work}",
@@ -438,12 +443,10 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
 
 
 def _data_line(sizes: BatchSizes, step: int) -> str:
-    """Return a line with the data position and batch size of step `step` + 1 (`step` >= 1)."""
-    before, now = sizes.at(step), sizes.at(step + 1)
-    was = "" if before == now else f" (was {before})"
+    """Return a line about a batch size that has changed after step `step` (at least 1)."""
     return (
         f"data: step {step + 1} begins at sequence {sizes.consumed(step):,}; "
-        f"train.batch_size={now}{was}"
+        f"train.batch_size={sizes.at(step + 1)} (was {sizes.at(step)})"
     )
 
 
