@@ -71,8 +71,9 @@ def main(argv: list[str] | None = None) -> None:
 def write(arguments: argparse.Namespace) -> None:
     """Generate samples. Process 0 prints them, separated by lines with ---.
 
-    This connects the processes of the job. Raises whatever `check_options`, `join_process_group`
-    and `samples` raise, and `BrokenPipeError` on process 0 if the output pipe is closed.
+    This connects the processes of the job. Raises whatever `check_options` and
+    `join_process_group` raise. In a single-process job, it also raises whatever `samples` raises,
+    and `BrokenPipeError` if the output pipe is closed. In other jobs, these errors end the job.
     """
     check_options(arguments)
     with join_process_group() as cluster:

@@ -82,8 +82,8 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     """Return the median time of each operation, and the median speed relative to plain files.
 
     Each round is a dict that combines the results of `save`, `restore`, `_write_files` and
-    `_read_files`. The result has the same keys, plus the relative speeds `save_ratio` and
-    `restore_ratio` (1 = equal).
+    `_read_files`. There must be at least one round. The result has the same keys, plus the relative
+    speeds `save_ratio` and `restore_ratio` (1 = equal).
     """
     out = {name: Value(statistics.median(r[name] for r in rounds), "s") for name in rounds[0]}
     for ours, plain in (("save", "write"), ("restore", "read")):

@@ -101,8 +101,8 @@ def job_exit_handler() -> Iterator[None]:
       Under MPI, both terminate the whole job.
     - Other exceptions, except SystemExit, print a traceback and exit with status 1. In a job with
       several processes, they terminate this process at once and, under MPI, the whole job.
-    - If the reader of stdout has exited (for example `| head`), a single-process job exits with
-      141, as if killed by SIGPIPE.
+    - If a job without a launcher writes to stdout after its reader has exited (for example
+      `| head`), it exits with 141, as if killed by SIGPIPE.
 
     Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
     instead: it terminates all processes and prints only the first error. A command-line argument

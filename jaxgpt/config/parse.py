@@ -328,9 +328,11 @@ def train_command(
     program. None means no preset. `quote` quotes an argument for the shell. `n_devices` is the
     number of devices, or None if it is unknown. A value with a shell variable, such as $SIZE, is
     copied unchecked unless it needs conversion. Choices that higher layers define, such as
-    `optimizer.name`, are not checked. Invalid values with a known fix are corrected, and so are
+    `optimizer.name`, are not checked, and neither are preset names, meshes, lines of data.blend and
+    contradictions between settings. Invalid values with a known fix are corrected, and so are
     misspelt keys. The remarks explain each correction and omission, except flags of other programs
-    that are set to false. If `argv` refers to a DeepSpeed configuration, that file is read.
+    that are set to false or have no further effect, arguments that later ones override, and
+    MaxText's base.yml. If `argv` refers to a DeepSpeed configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}

@@ -309,10 +309,14 @@ def _finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | Non
         line.put("data.dataset", [dataset], shown)
         line.notes.append(f"{shown}: means data.dataset={dataset}")
     if "data_path" in later:
-        sources = later["data_path"]
+        sources, shown = later["data_path"], line.shown["data_path"]
         pairs = [" ".join(pair) for pair in zip(sources[::2], sources[1::2], strict=False)]
         key, words = ("data.path", sources) if len(sources) == 1 else ("data.blend", pairs)
-        line.put(key, words, line.shown["data_path"])
+        if 1 < len(sources) and len(sources) % 2:
+            text = "must be one path, or pairs of a weight and a path"
+            line.leave_out(shown, f"{shown}: {text}")
+        else:
+            line.put(key, words, shown)
     if "split" in later:
         _set_split(line, later["split"])
     if "output" in later:

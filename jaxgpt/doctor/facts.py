@@ -77,11 +77,12 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
 
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
-    """Return a name for each of this process's devices. Different GPUs should get different names.
+    """Return a name for each of this process's devices.
 
-    `numbers` are the devices' indices among the visible ones. These indices may not be unique,
-    because device 0 may be a different device in every process: `visible` (the value of a variable
-    such as CUDA_VISIBLE_DEVICES) or a cgroup may select the devices that a process sees.
+    Different GPUs of a host should get different names. `numbers` are the devices' indices among
+    the visible ones. These indices may not be unique, because device 0 may be a different device in
+    every process: `visible` (the value of a variable such as CUDA_VISIBLE_DEVICES) or a cgroup may
+    select the devices that a process sees.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]

@@ -92,7 +92,8 @@ class Console:
     def outlive_reader(self) -> None:
         """From now on, print to stderr if the program that reads the output has exited.
 
-        Ctrl-C also kills a `tee` that reads the output, but the run still saves a checkpoint.
+        If this program was also reading stderr, print to the terminal, if there is one. Ctrl-C also
+        kills a `tee` that reads the output, but the run still saves a checkpoint.
         """
         self._outlives_reader = True
 

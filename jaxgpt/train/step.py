@@ -27,7 +27,10 @@ from jaxgpt.train.state import TrainState
 
 
 class StepValues(NamedTuple):
-    """Inputs of `Metric.compute`, which runs inside the compiled step. All arrays are global."""
+    """Inputs of `Metric.compute`, which runs inside the compiled step. All arrays are global.
+
+    With parallel.offload=state, `gradients` and `params` are in host memory.
+    """
 
     loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar

@@ -227,6 +227,7 @@ ANSWERED = [
     ("--zero-stage 4", "0, 1, 2, 3", None),
     ("--fp16", "loss scaling", "train.dtype=bfloat16"),
     ("--fp16 --seed 2", "the new command has train.dtype=bfloat16", "train.dtype=bfloat16"),
+    ("--data-path 0.3 a 0.7 --seed 2", "pairs of a weight and a path", "train.seed=2"),
     ("--num-layer 3", "did you mean --num-layers?", "model.n_layer=3"),
     ("--seq-lenght 64", "did you mean --seq-length?", "model.block_size=64"),
     (

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
     folder: Path
     documents: int
-    tokens: dict[str, int]  # number of tokens in each split
+    tokens: dict[str, int]  # number of tokens in each split that has tokens
     # False for a split whose last document in this part continues in the next split.
     ends: dict[str, bool]
     has_mask: bool | None  # None if the part has no tokens
