@@ -288,7 +288,7 @@ def _open_source(
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
         divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         tokens = tokens | divided
-        # The fingerprint is a hash of the undivided split.
+        # The fingerprint is a hash of the train split before it was divided.
         meta = {key: meta[key] for key in meta if key != "fingerprint"}
         note = f" with data.val_share={data.val_share}"
     for split in splits or tokens:

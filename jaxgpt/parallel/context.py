@@ -143,8 +143,8 @@ def ulysses_attention(
     """Compute `attend` for whole rows and this device's share of the heads.
 
     The number of devices must divide H. Key-value heads are repeated if the number of devices does
-    not divide G. Two all-to-alls are used if there are then as many key-value heads as query heads,
-    and three if there are fewer.
+    not divide G. This takes two all-to-alls if the number of key-value heads is then equal to H,
+    and three if it is less.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.

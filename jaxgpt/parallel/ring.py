@@ -27,7 +27,7 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 class Queries(NamedTuple):
     """Queries, and arrays that the backward pass needs for these queries.
 
-    Query heads that share a key-value head are joined along T.
+    Query heads that share a key-value head are concatenated along T.
     """
 
     q_BTGK: jax.Array

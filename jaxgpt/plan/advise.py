@@ -47,7 +47,7 @@ class Advice(NamedTuple):
 def search_layouts(
     config: Config, n_devices: int, device: Device, devices_per_host: int, n: int = COMPILED
 ) -> Advice:
-    """Return the best layouts for the model and the batch size, at most `n`.
+    """Return up to `n` of the best layouts for the model and the batch size.
 
     All `tensor` groups stay within a host. If `context` splits a row, each slice has at least
     `MIN_SLICE` tokens. Formulas (`estimate.py`) rank the meshes. For each mesh, the formulas select

@@ -82,7 +82,7 @@ def decide_rewind(
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
     latest = step - settings.rewind_margin
-    # Use regular checkpoints only, so that a save caused by a signal does not change the rewind.
+    # Use only regular checkpoints, so that a save caused by a signal does not affect the rewind.
     to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
     if _rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
         raise NoRewind(

@@ -1,4 +1,4 @@
-"""The connection over which process 0 reports its progress to `jaxgpt.launch --restarts`."""
+"""The connection that process 0 uses to report its progress to `jaxgpt.launch --restarts`."""
 
 import json
 import os

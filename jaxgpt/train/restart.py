@@ -146,7 +146,7 @@ def _as_of(
 
 
 def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -> int | None:
-    """Given a damaged checkpoint, return the newest earlier one with undamaged JSON.
+    """Given a damaged checkpoint, return the newest earlier one with intact JSON.
 
     Return None if there is no such checkpoint, if `checkpoint` is None, or if
     checkpoint.on_damage=refuse. Raises `UsageError` as `valid_checkpoints` does.
@@ -264,7 +264,7 @@ def after_corruption(
 ) -> tuple[int | None, Cause]:
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
-    The result is the newest checkpoint with undamaged JSON, or None for the state before the first
+    The result is the newest checkpoint with intact JSON, or None for the state before the first
     step. If train.verify_interval is set, checkpoints are saved only if replicas agree. All
     processes call this together.
 

@@ -124,7 +124,7 @@ def _untraced_lines(run: Run) -> list[str]:
 
 
 def _optimizer_lines(config: Config) -> list[str]:
-    """For Muon, return a line with the parameter counts of Muon and AdamW."""
+    """For Muon, return a line: how many parameters Muon updates, and how many AdamW updates."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
