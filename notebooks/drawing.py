@@ -12,7 +12,7 @@ plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.titlesize": 10})
 
 
 def values_by_device(array):
-    """Return each device's part of an array as a NumPy array, by device number."""
+    """Return each device's shard of an array as a NumPy array, keyed by device ID."""
     return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
