@@ -47,10 +47,10 @@ matmul.defvjp(_forward, _backward)
 def matmul_parts(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, ...]:
     """Return the slices of `matmul(x, w, n)` along the first output dim, as separate arrays.
 
-    A separate matmul computes each slice. cuDNN attention needs q, k and v in contiguous arrays.
-    Copying q, k and v out of a single result would move 2% more bytes in a step of `gpt2` on an
-    H100. The gradient is computed as in `matmul`, because separate matmuls would not save copies in
-    the backward pass.
+    There are w.shape[n] slices, which do not have that dim. A separate matmul computes each slice.
+    cuDNN attention needs q, k and v in contiguous arrays. Copying q, k and v out of a single result
+    would move 2% more bytes in a step of `gpt2` on an H100. The gradient is computed as in
+    `matmul`, because separate matmuls would not save copies in the backward pass.
     """
     return _parts_forward(x, w, n)[0]
 

@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         elif given.kind in ("runs", "startup"):
             rows_report(runs, given, width)
         for run in runs if given.kind in ("goodput", "spikes") else ():
+            if len(runs) > 1:
+                print(f"{run.name}:")
             is_spikes = given.kind == "spikes"
             print(spikes_report(run, width, given.png) if is_spikes else goodput_report(run, width))
 

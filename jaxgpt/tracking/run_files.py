@@ -146,23 +146,25 @@ class RunFiles:
     def row(self) -> dict[str, Any]:
         """Return this run's table row as a dict from heading to value.
 
-        Unknown values are None, but `step` is 0 before the first training or evaluation record.
-        `age` is a timedelta, rounded to seconds. Losses are rounded to four decimals, and tokens/s
-        to a whole number. At least one of the run's logs must exist. Do not call this in the
-        process that trains the run (see `state`).
+        Unknown values are None. `step` is the last logged step (0 if there is none), or the last
+        step of a run that is `done` or `stopped`. `age` is a timedelta, rounded to seconds. Losses
+        are rounded to four decimals, and tokens/s to a whole number. At least one of the run's logs
+        must exist. Do not call this in the process that trains the run (see `state`).
         """
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
         steps = [records[-1]["step"] for records in (self.records["train"], evals) if records]
         last, starts = {**(train or [{}])[-1], **(evals or [{}])[-1]}, self.records["start"]
-        limit = self.settings().get("train.max_iters", "")
+        limit, state = self.settings().get("train.max_iters", ""), self.state()
+        if state in ("done", "stopped"):
+            steps.append(self.records["goodput"][-1]["step"])
 
         def rounded(key: str, digits: int | None) -> float | None:
             return None if np.isnan(value := number(last, key)) else round(value, digits)
 
         return {
             "run": self.name,
-            "state": self.state(),
+            "state": state,
             "step": max(steps, default=0),
             "max_iters": int(limit) if limit.isdecimal() else None,
             "loss": rounded("loss", 4),

@@ -246,9 +246,9 @@ def read_page(home):
 
 # name -> files that are damaged, and what reads them
 READERS = {
-    "report spikes": ("run/metrics.jsonl", lambda home: spikes_report(run_of(home), None)),
+    "report spikes": ("run/metrics.jsonl", lambda home: spikes_report(run_of(home), 80, None)),
     "report spikes --png": (
-        "run/metrics.jsonl", lambda home: spikes_report(run_of(home), home / "x.png")),
+        "run/metrics.jsonl", lambda home: spikes_report(run_of(home), 80, home / "x.png")),
     "report startup": ("run/starts.jsonl", lambda home: start_rows("run", home / "run", "dead")),
     "report goodput": ("run/metrics.jsonl", lambda home: goodput_report(run_of(home), 80)),
     "report: texts": ("run/metrics.jsonl", read_page),

@@ -86,7 +86,9 @@ def test_runs_are_listed_with_their_states(tmp_path, capsys):
     for name in ("stopped", "dead", "running"):
         path = tmp_path / "runs" / name
         path.mkdir()
-        kept = lines if name == "stopped" else [line for line in lines if "goodput" not in line]
+        kept = [line for line in lines if "goodput" not in line]
+        if name == "stopped":  # one step after the last training line
+            kept.append(lines[-1].replace('"step": 4', '"step": 5'))
         (path / "metrics.jsonl").write_text("".join(kept))
         (path / "config.yaml").write_text(config.replace("max_iters: 4", "max_iters: 9"))
         (path / ".lock").write_text((real / ".lock").read_text())
@@ -108,6 +110,7 @@ def test_runs_are_listed_with_their_states(tmp_path, capsys):
     assert (done["step"], done["max_iters"], rows["dead"]["max_iters"]) == ("4", "4", "9")
     best, last = float(done["best val loss"]), float(done["val loss"])
     assert (best, last) == (round(min(losses), 4), round(losses[-1], 4))
+    assert rows["stopped"]["step"] == "5"
     assert done["mesh"] == next(r["mesh"] for r in records if r["kind"] == "start")
     assert "new" in capsys.readouterr().out
     lines = report.rows_text([{"run": "a", "mesh": "data=1", "age": 3}], width=20, keys=1)
