@@ -12,7 +12,7 @@ import sys
 import time
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launch_line import LAUNCH_LINE, LAUNCH_PREFIX
+from jaxgpt.cluster.launch_line import LAUNCH_LINE, LAUNCH_PREFIX, words_before_python
 from jaxgpt.cluster.launchers import (
     ProcessLayout,
     find_launcher,
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         layout = make_layout(arguments, command)
         if not arguments.print:  # Open MPI's command line, built below, lists these variables
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
-            words = ["python", "-m", "jaxgpt.launch", *options, "--"]
+            words = ["python", "-m", "jaxgpt.launch", *options, "--", *words_before_python(command)]
             os.environ[LAUNCH_PREFIX] = f"{shlex.join(words)} "
         launcher, name = find_launcher(layout, os.environ)
         if command[0] in ("python", "python3"):

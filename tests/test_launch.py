@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from jaxgpt import launch
 from jaxgpt.cluster import launchers
+from jaxgpt.cluster.launch_line import words_before_python
 from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.launch import main
 from jobs import environment, run
@@ -195,6 +197,20 @@ def test_print_says_where_each_rank_is(monkeypatch, capsys):
     assert len(said.out.splitlines()) == 1  # the line to copy
 
 
+@pytest.mark.parametrize(
+    ("line", "before"),
+    [
+        ("mpiexec -n 2 /usr/bin/python3.11 -m jaxgpt.train", "mpiexec -n 2"),
+        ("mpirun -x PYTHONPATH=/a/python3 --hostfile python_hosts nsys profile python -m x",
+         "mpirun -x PYTHONPATH=/a/python3 --hostfile python_hosts nsys profile"),
+        ("mpiexec -n 2 bash -c 'python -m jaxgpt.train'", ""),
+        ("mpiexec -wdir /home/u/python-gpt ./run.sh", ""),
+    ],
+)  # fmt: skip
+def test_a_corrected_command_keeps_what_precedes_python(line, before):
+    assert shlex.join(words_before_python(shlex.split(line))) == before
+
+
 def test_print_checks_the_settings_of_training_without_jax(tmp_path):
     own = str(Path(sys.executable).parent)
     train = ("-n", "8", "--print", "--", "python", "-m", "jaxgpt.train", "--mesh", "8,1,1")
@@ -372,7 +388,7 @@ def supervised(launcher, folder):
     return job
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP])
 def test_under_srun_every_signal_stops_the_run_with_a_checkpoint(number, tmp_path):
     job = supervised(SRUN, tmp_path)
     job.send_signal(number)

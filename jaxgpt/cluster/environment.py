@@ -173,8 +173,6 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
     elif any(name.startswith("I_MPI_HYDRA") for name in environ):
         launcher = "Intel MPI"
     rank = read_int(environ, variable) or 0
-    if given := environ.get(COORDINATOR):
-        check_address(COORDINATOR, given)
     return Launch(launcher, f"{variable}={rank}", "mpi", rank, read_int(environ, size))
 
 

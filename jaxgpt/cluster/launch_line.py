@@ -2,9 +2,10 @@
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Set by jaxgpt.launch: the command line of the job, and jaxgpt.launch's own options up to COMMAND.
@@ -35,11 +36,18 @@ def launch_prefix(environ: Mapping[str, str]) -> str:
     words = [] if (found := find_mpiexec()) is None else found[1]
     names = [Path(word).name for word in words]
     start = next((i for i, name in enumerate(names) if name in MPIEXEC), len(names))
-    end = next((i for i in range(start, len(names)) if names[i].startswith("python")), start)
-    before = words[start:end]
+    before = words_before_python(words[start:])
     if before and shutil.which(names[start]) == before[0]:
         before[0] = names[start]
     return "".join(f"{shlex.quote(word)} " for word in before)
+
+
+def words_before_python(words: Sequence[str]) -> list[str]:
+    """Return the words before the first one that names a Python interpreter, or [] without one."""
+    for i, word in enumerate(words):
+        if "=" not in word and re.fullmatch(r"python[\d.]*", Path(word).name):
+            return list(words[:i])
+    return []
 
 
 def find_mpiexec() -> tuple[int, list[str]] | None:

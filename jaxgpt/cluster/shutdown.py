@@ -71,8 +71,8 @@ def end_with(error: BaseException) -> NoReturn:
 
 
 def write_if_read(text: str, stream: TextIO) -> None:
-    """Write `text` and flush the stream. Does nothing if the stream's reader has exited."""
-    with contextlib.suppress(BrokenPipeError):
+    """Write `text` and flush the stream. Does nothing if its reader or its terminal is gone."""
+    with contextlib.suppress(OSError):
         print(text, file=stream, end="", flush=True)
 
 

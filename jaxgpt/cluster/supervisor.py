@@ -196,7 +196,8 @@ class Supervisor:
         if not again:
             # All launchers forward SIGUSR1, but SIGUSR2 kills MPICH's mpiexec.
             name = signal.Signals(number).name
-            _say(f"{name}: stops the run with SIGUSR1; Ctrl-C again ends it at once")
+            leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
+            _say(f"{name}: stops the run with SIGUSR1; {leave} ends it at once")
             self._process.send_signal(signal.SIGUSR1)
         elif self._kills is None:
             _say("second Ctrl-C: terminating all processes without a checkpoint")

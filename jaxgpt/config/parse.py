@@ -100,7 +100,7 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints all keys and exits with status 0. If there is a word that is a key (`--help
+    `--help` prints all keys and exits with status 0. If the next word is a key (`--help
     model.n_layer`), only this key is printed. Otherwise, if the first word without a dash is a
     group (`--help model`), only the keys of this group are printed. A misspelt group after `--help`
     is an error.
@@ -139,8 +139,9 @@ def parse_args(
     if is_help(argv):
         words = [word for word in argv if not word.startswith("-")]
         _check_help_group(argv)
-        keys = settings().keys() & set(words)
-        print(help_text(prog, choices, *(sorted(keys) or words[:1])))
+        after = [word for flag, word in itertools.pairwise(argv) if is_help([flag])]
+        keys = [word for word in after if word in settings()]
+        print(help_text(prog, choices, *(keys or words)[:1]))
         sys.exit(0)
     line = translate(argv, presets())
     given = line.words
@@ -204,7 +205,7 @@ def _sections() -> dict[str, Any]:
 
 
 def _check_help_group(argv: Sequence[str]) -> None:
-    """Raise `UsageError` if the word after `--help` is not a group of settings.
+    """Raise `UsageError` if the word after `--help` is not a setting or a group of settings.
 
     Settings and presets are accepted, because `--help` may appear anywhere on a command line.
     """
@@ -212,9 +213,9 @@ def _check_help_group(argv: Sequence[str]) -> None:
     known = {*groups, *presets(), *settings()}
     for flag, word in itertools.pairwise(argv):
         if flag in ("-h", "--help") and not (word.startswith("-") or "=" in word or word in known):
-            near = nearest(word.partition(".")[0], groups)
+            near = nearest(word, [*groups, *settings()])
             hint = f"did you mean {near}?" if near else f"use one of {', '.join(groups)}"
-            raise UsageError(f"--help {word}: unknown group of settings; {hint}")
+            raise UsageError(f"--help {word}: unknown setting or group; {hint}")
 
 
 def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:

@@ -23,7 +23,7 @@ from jaxgpt.tracking.text_plot import plot_text
 from jaxgpt.train.reporting.goodput import goodput_records, goodput_table
 from jaxgpt.train.reporting.stragglers import straggler_line
 
-LOG_WIDTH = 200  # width of a table in columns if the output is not a terminal
+PIPE_WIDTH = 200  # width of a table in columns if the output is not a terminal
 TABLES = {"--csv": "write the rows to this CSV file", "--json": "write the rows to this JSON file"}
 KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description of a report, and options for files
     "page": ("curves, events, samples and settings; the default", {
@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None) -> None:
         argv = sys.argv[1:] if argv is None else argv
         if not argv:
             raise UsageError(
-                "RUN: is missing; give the --out of a run, or see --help for tables of runs"
+                "RUN: is missing; give a run directory, or see --help for tables of runs"
             )
-        is_page = bool(argv) and argv[0] not in (*KINDS, "-h", "--help")
+        is_page = argv[0] not in (*KINDS, "-h", "--help")
         options = (word.partition("=")[0] for word in argv)
         of_page = [name for name in options if name in ("--text", "--png", "--out", "-o")]
         if argv[:1] == ["runs"] and of_page:
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
                 "plot the folder runs, use python -m jaxgpt.report ./runs"
             )
         given = parser().parse_args(["page", *argv] if is_page else argv)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else LOG_WIDTH
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
         if given.kind == "serve":
             from jaxgpt.report.serve import serve
 

@@ -29,7 +29,9 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError) as error:
         text = f"{option}={path}: cannot be written ({in_words(error)})"
-        raise UsageError(f"{text}; give another file, in a writable folder") from None
+        raise UsageError(
+            f"{text}; give another file, such as a .png in a writable folder"
+        ) from None
 
 
 @contextlib.contextmanager

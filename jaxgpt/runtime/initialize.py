@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxgpt.cluster.environment import COORDINATOR
+from jaxgpt.cluster.environment import COORDINATOR, check_address
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected
 from jaxgpt.cluster.hosts import HOST_FILES, address_towards
 from jaxgpt.cluster.launch_line import launch_line
@@ -74,9 +74,10 @@ def initialize_jax(
             to another host.
         RuntimeError: if `jax.distributed` cannot connect the processes.
         UsageError: if the devices do not start, if accelerators are expected but JAX finds only
-            CPUs, if there are more processes than accelerators, or if JAX_PLATFORMS or XLA_FLAGS
-            is invalid. On CPUs, also if JAX_NUM_CPU_DEVICES is invalid, if the mesh does not fit
-            the number of processes, or if JAX has already started with too few devices.
+            CPUs, if there are more processes than accelerators, or if JAXGPT_COORDINATOR,
+            JAX_PLATFORMS or XLA_FLAGS is invalid. On CPUs, also if JAX_NUM_CPU_DEVICES is invalid,
+            if the mesh does not fit the number of processes, or if JAX has already started with too
+            few devices.
         ValueError: if JAX rejects another of its environment variables.
 
     An unknown flag in XLA_FLAGS makes XLA end the process.
@@ -334,10 +335,14 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """Return an address (host:port) for the coordinator. Return None on processes other than 0."""
+    """Return an address (host:port) for the coordinator on process 0, and None on other processes.
+
+    Raises `UsageError` if JAXGPT_COORDINATOR is invalid.
+    """
     if not cluster.is_main:
         return None
     if given := os.environ.get(COORDINATOR):
+        check_address(COORDINATOR, given)
         return given
     with socket.socket() as s:
         s.bind(("", 0))

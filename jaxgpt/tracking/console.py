@@ -101,7 +101,7 @@ class Console:
         sys.stdout = sys.stderr
         try:
             self._print(text)
-        except BrokenPipeError:  # the same `tee` was reading stderr
+        except OSError:  # the same `tee` was reading stderr, or the terminal is closed
             try:
                 terminal = os.open("/dev/tty", os.O_WRONLY)
             except OSError:  # the process has no terminal

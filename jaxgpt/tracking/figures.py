@@ -105,7 +105,7 @@ def legend(
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
     given, the legend omits the corpora, `skipped_steps`, `nonfinite_steps` and any metrics that
-    training lines of that width omit.
+    training lines of that width usually omit.
     """
     out = {"step": "optimizer step (from 1) / last step"}
     for name, figure in _usually_shown(figures, max_iters, width).items():

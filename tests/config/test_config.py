@@ -392,9 +392,12 @@ def test_help_for_one_group_shows_its_keys_only(capsys):
         parse_args(["--help", "spike"])
     printed = capsys.readouterr().out
     assert "--spike.window" in printed and "--model." not in printed
-    for key in ("spike.window", "out"):
+    for key, line in (
+        ("spike.window", "--out runs/a --help spike.window model.n_layer"),
+        ("out", "--help out"),
+    ):
         with pytest.raises(SystemExit):
-            parse_args(["--help", key])
+            parse_args(line.split())
         assert re.findall(r"--[\w.]+", capsys.readouterr().out) == [f"--{key}"]
 
 
@@ -402,14 +405,14 @@ def test_help_for_one_group_shows_its_keys_only(capsys):
     ("word", "hint"),
     [
         ("optimizr", "did you mean optimizer?"),
-        ("optimizer.nam", "did you mean optimizer?"),
+        ("optimizer.nam", "did you mean optimizer.name?"),
         ("zzz", "use one of checkpoint, data,"),
     ],
 )
 def test_help_for_an_unknown_group_is_a_mistake(word, hint, capsys):
     with pytest.raises(UsageError) as caught:
         parse_args(["--help", word])
-    assert str(caught.value).startswith(f"--help {word}: unknown group of settings; {hint}")
+    assert str(caught.value).startswith(f"--help {word}: unknown setting or group; {hint}")
     assert not capsys.readouterr().out
 
 

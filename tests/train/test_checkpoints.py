@@ -53,7 +53,7 @@ def test_the_best_and_the_regular_checkpoints_outlive_restarts(tmp_path, known_l
     assert complete == [True] * 8
     assert all(0 <= r["stalled"] <= r["seconds"] for r in found)
     log = (tmp_path / "train.log").read_text()
-    assert f"step=14 checkpoint {tmp_path}/checkpoints/14 complete after " in log
+    assert "step=14 checkpoint complete after " in log
 
 
 def test_a_run_trains_on_through_a_full_disk_and_a_restart(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def _untraced_lines(run: Run) -> list[str]:
 
 
 def _optimizer_lines(config: Config) -> list[str]:
-    """For Muon, return a line: how many parameters Muon updates, and how many AdamW updates."""
+    """For Muon, return a line with the numbers of parameters that Muon and AdamW update."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))

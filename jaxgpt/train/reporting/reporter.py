@@ -105,6 +105,9 @@ class Reporter:
         full, short = header_lines(*about), summary_lines(*about)
         if self._rates.peak is None:
             self._figures.pop("mfu", None)
+        if not config.train.eval_interval:
+            self._figures.pop("train_loss", None)
+            self._figures.pop("val_loss", None)
         if not self._has_log:
             corpora, steps = self._run.dataset.corpora, config.train.max_iters
             explain = functools.partial(
