@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxgpt.config import Config
+from jaxgpt.perf.units import count
 from jaxgpt.spikes.detector import LOSS
 from jaxgpt.train.step import Metrics
 
@@ -77,7 +78,7 @@ class MetricsBuffer:
         n, last = reached[-1]
         return (
             f"spike.max_consecutive_nonfinite={limit}: the loss or gradient was not finite in "
-            f"{n} consecutive step{'s' * (n > 1)}, up to step {last}; lower "
+            f"{count(n, 'consecutive step')}, up to step {last}; lower "
             "optimizer.learning_rate and start again in a new run directory, or, if there is an "
             "older checkpoint from before the loss diverged, remove the newer ones"
         )
