@@ -62,10 +62,15 @@ class Supervisor:
         """Run the command until it is done or the supervisor gives up. Return an exit status.
 
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
-        three exceptions if the supervisor has received a signal. After a second Ctrl-C, the status
-        is 130 or 75. If an attempt has reported a checkpoint, every status except 0, 130 and 141
-        (after `| head`) is replaced with 75. If no attempt has reported a step, every status except
-        0, 2, 75, 130 and 141 is replaced with 128 plus the signal's number.
+        four exceptions if the supervisor has received a signal:
+
+        - After a second Ctrl-C, the status is 130 or 75.
+        - If an attempt has reported a checkpoint, every status except 0, 130 and 141 (after
+          `| head`) is replaced with 75.
+        - If no attempt has reported a step, every status except 0, 2, 75, 130 and 141 is replaced
+          with 128 plus the signal's number.
+        - If the signal arrives between two attempts and no checkpoint has been reported, the status
+          is 128 plus the signal's number.
 
         Call this in the main thread. Any of `stop_signals` is forwarded to the launcher as SIGUSR1,
         but Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the
@@ -114,10 +119,11 @@ class Supervisor:
             if futile:
                 await self._wait(RETRY * 2 ** (min(futile, 6) - 1))
             directory = progress["run"] if progress else os.getcwd()
-            if self._signal is None and not await self._choose_hosts(directory):
-                return status
+            is_healthy = self._signal is not None or await self._choose_hosts(directory)
             if self._signal is not None:
                 return STOPPED if saved else 128 + self._signal
+            if not is_healthy:
+                return status
             _say(f"restart {attempt} of {self._restarts}")
         raise AssertionError("unreachable")
 
@@ -160,7 +166,7 @@ class Supervisor:
                 self._gone, self._is_ending = None, message.pop("ending")
                 self._progress = message
         except (OSError, ValueError, TypeError, KeyError, AttributeError, asyncio.CancelledError):
-            pass  # process 0's host is lost, an unrelated program has connected, or this one exits
+            pass  # process 0's host is lost, another program has connected, or this one is exiting
         writer.close()
         if job is not None and job == self._job:
             self._gone = time.monotonic()
@@ -217,7 +223,7 @@ class Supervisor:
 async def check_hosts(
     layout: ProcessLayout, launcher: Launcher, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
-    """Kill leftover processes of `job` on each host and probe the hosts, all in parallel.
+    """On all hosts in parallel, kill leftover processes of `job` and probe the host.
 
     A healthy host has /proc, can write to `directory`, can compute on each of its devices, and
     answers within `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's

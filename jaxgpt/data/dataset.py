@@ -58,17 +58,17 @@ class Dataset:
         """Return the document that contains the token at `offset` in a split of a source.
 
         `source` is an index into `sources`. The document's `start` and `end` are offsets in the
-        source, not in the split. Its fields are None if the source has no document index.
+        source, not in the split. All fields are None if the source has no document index.
         """
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
         return Document() if find is None else find(tokens.first + offset)
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:
-        """The [path, hash] of each source; the hash is the `fingerprint` of its open splits.
+        """[path, hash] for each source. The hash is the `fingerprint` of the source's open splits.
 
         Only a sample of the pages is hashed (see `verify`). Raises `UsageError` if a file cannot be
-        read or is too short, or if a hashed mask byte is not 0 or 1.
+        read or is too short, or if the sample has a mask byte other than 0 or 1.
         """
         pages, out = self._pages_of_each, []
         for source in self.sources:
@@ -81,7 +81,7 @@ class Dataset:
         return max(16, SAMPLED_PAGES // len(self.sources))
 
     def describe(self) -> list[str]:
-        """Return log lines that describe the dataset. It must have the splits train and val."""
+        """Return log lines that describe the dataset. Its splits must include train and val."""
         kinds = {f"{s.format} {s.tokens['train'].dtype.name}" for s in self.sources}
         place = f"{len(self.sources)} sources of {len(self.corpora)} corpora"
         if len(self.sources) == 1:
@@ -114,13 +114,13 @@ class Dataset:
     def verify(self) -> None:
         """Check a sample of each source's pages.
 
-        The sample has at most 64 MiB of tokens per split, divided evenly among the sources.
-        Each source's share is at least 16 pages.
+        The sample is limited to 64 MiB of tokens per split, divided evenly among the sources. Each
+        source's share is at least 16 pages, even if the sample then exceeds this limit.
 
         Raises:
-            UsageError: if a file cannot be read or is too short, or if the sample has a token
-                outside the vocabulary or a mask byte other than 0 or 1, or if the dataset has a
-                single source and its open splits do not match the fingerprint in its `meta`.
+            UsageError: if a file cannot be read or is too short, if the sample has a token outside
+                the vocabulary or a mask byte other than 0 or 1, or if the open splits of a dataset
+                with a single source do not match the fingerprint in the source's `meta`.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -136,10 +136,10 @@ class Dataset:
 
 
 def dataset_directory(data: DataConfig) -> Path:
-    """Return data.path or, if it is not set, the folder of data.dataset, which need not exist.
+    """Return data.path or, if it is not set, the folder of data.dataset. The path need not exist.
 
-    data.blend and data.file_list are ignored. Datasets are in $JAXGPT_DATA, by default
-    ~/.cache/jaxgpt. Raises `UsageError` if the home directory is needed but unknown.
+    data.blend and data.file_list are ignored. Datasets are stored in $JAXGPT_DATA (default:
+    ~/.cache/jaxgpt). Raises `UsageError` if the home directory is needed but unknown.
     """
     if data.path is not None:
         return Path(data.path)
@@ -167,11 +167,11 @@ def entries(data: DataConfig) -> list[BlendEntry]:
 
 
 def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
-    """Return `config` with the vocabulary size and, if needed, the end-of-text token.
+    """Return `config` with model.vocab_size and, if needed, data.end_of_text filled in.
 
-    The token is set only if data.document_mask is set. It is data.end_of_text or, by default, the
-    tokenizer's end-of-text token. If `dataset` is None, the vocabulary size comes from
-    `vocabulary_size`, and the token defaults to 0.
+    data.end_of_text is filled in only if data.document_mask is set and data.end_of_text is None. It
+    is set to the tokenizer's end-of-text token. If `dataset` is None, it is set to 0, and
+    `vocabulary_size` determines model.vocab_size.
 
     Raises:
         UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set and
@@ -220,14 +220,14 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 def open_dataset(
     data: DataConfig, model: ModelConfig, splits: Sequence[str] | None = SPLITS
 ) -> Dataset:
-    """Open the data of a configuration. The first read of tokens opens the token files.
+    """Open the data of a configuration. Token files are opened when they are first read.
 
     If `splits` is None, each source keeps the splits found in its files. If `splits` is given and a
     source has no validation split, the end of its training split is used for validation. The
     process's limit on open files is raised if necessary.
 
     Raises:
-        UsageError: if files are missing, damaged or too short for one row of each split, if a
+        UsageError: if files are missing or damaged, if a split is too short for one row, if a
             folder, a meta.json or an .idx file cannot be read, if a source does not have all of the
             `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
             than model.vocab_size, if a source's tokenizer differs from data.tokenizer or from
@@ -245,7 +245,10 @@ def open_dataset(
 def _find_vocabulary(
     data: DataConfig, model: ModelConfig, metas: Sequence[tuple[BlendEntry, dict[str, Any]]]
 ) -> tuple[int, Tokenizer | None]:
-    """Return the vocabulary size and the tokenizer, from data.tokenizer or the meta.json files."""
+    """Return the vocabulary size and the tokenizer (None if unknown).
+
+    Both come from data.tokenizer or the meta.json files, unless model.vocab_size sets the size.
+    """
     tokenizer, name, known = None, None, 0
     key = metas[0][0].key
     if data.tokenizer is not None:
@@ -318,9 +321,9 @@ def _open_source(
 
 
 def _format_of(entry: BlendEntry) -> str | None:
-    """Return the name of a source's format, or None if no format recognises it."""
+    """Return the name of a source's format, or None if no format recognizes it."""
     try:
-        return next((name for name, f in FORMATS.items() if f.recognise(entry.path)), None)
+        return next((name for name, f in FORMATS.items() if f.recognize(entry.path)), None)
     except OSError as error:
         raise _unreadable(entry, error) from None
 

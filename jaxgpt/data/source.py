@@ -49,10 +49,10 @@ class Format(NamedTuple):
     """
 
     # True if a path has this format, even if some files are missing.
-    recognise: Callable[[Path], bool]
+    recognize: Callable[[Path], bool]
     open: Callable[[Path], OpenSource]
-    """Opens a path that `recognise` accepts, without reading tokens. Raises `UsageError` if files
-    are missing or damaged, and `UsageError` or `OSError` if its metadata cannot be read."""
+    """Opens a path that `recognize` accepts, without reading tokens. Raises `UsageError` if files
+    are missing or damaged, and `UsageError` or `OSError` if metadata cannot be read."""
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

@@ -5,9 +5,10 @@
 Ulysses (arXiv 2309.14509): an all-to-all gives each device all positions of some heads, and a
 second all-to-all returns the results. The attention kernel is the same as for whole rows.
 
-Ring (arXiv 2310.01889): keys and values are sent around a ring of devices; see `parallel.ring`.
-With n devices, a row has 2n chunks. In the zigzag layout (`zigzag_schedule`), device i holds an
-early chunk, i, and a late chunk, 2n-1-i. Causal attention then takes the same time on all devices.
+Ring attention (arXiv 2310.01889): keys and values are sent around a ring of devices; see
+`parallel.ring`. With n devices, a row has 2n chunks. In the zigzag layout (`zigzag_schedule`),
+device i holds chunk i (its early chunk) and chunk 2n-1-i (its late chunk). Causal attention then
+takes the same time on all devices.
 
 Attention functions and schedules run inside `jax.shard_map`. The argument `axes` holds the mesh
 axes that split the sequence.
@@ -56,16 +57,16 @@ def choose_implementation(
     if obstacle := ulysses_obstacle(config, shape):
         return "ring", obstacle
     if obstacle := ring_obstacle(config, shape):
-        return "ulysses", f"a ring is not possible: {obstacle}"
+        return "ulysses", f"ring attention is not possible: {obstacle}"
     n = shape.split_of("splits_sequence")
-    neighbours = n * shape.split_of("splits_heads")  # the innermost axes
-    if devices_per_host is None or neighbours <= devices_per_host:
+    neighbors = n * shape.split_of("splits_heads")  # the innermost axes
+    if devices_per_host is None or neighbors <= devices_per_host:
         return "ulysses", "it divides the heads, and its devices share a host"
     tokens = model.block_size // n
     if tokens < RING_TOKENS:
         return "ulysses", (
-            f"{tokens} tokens per device are too few to hide the transfers of a ring behind "
-            f"computation (less than {RING_TOKENS})"
+            f"{tokens} tokens per device are too few to hide the transfers of ring attention "
+            f"behind computation (fewer than {RING_TOKENS})"
         )
     return "ring", (
         f"it spans hosts, and {tokens} tokens per device hide the transfers behind computation"
@@ -76,7 +77,7 @@ class SequenceSplit(NamedTuple):
     """The result of `split_sequence`."""
 
     attend: Attention
-    wrap_schedule: Callable[[Schedule], Schedule]  # returns its argument unless a ring is used
+    wrap_schedule: Callable[[Schedule], Schedule]  # the identity, except for ring attention
     note: str  # for the log; empty if no axis splits the sequence
 
 
@@ -90,12 +91,12 @@ def split_sequence(
 ) -> SequenceSplit:
     """Return the attention function and the schedule wrapper for slices of rows.
 
-    `ulysses` applies `attend` to whole rows. A ring uses `ring_attention` instead of `attend`. If
+    `ulysses` applies `attend` to whole rows. `ring` uses `ring_attention` instead of `attend`. If
     no axis splits the sequence, `attend` and the schedule stay unchanged.
 
     Args:
         attend: attention function for whole rows.
-        visible_keys: function that makes the attention mask of a ring.
+        visible_keys: function that makes the attention mask for ring attention.
         devices_per_host: see `choose_implementation`.
     """
     axes, unchanged = context.sequence_axes, lambda schedule: schedule
@@ -116,10 +117,11 @@ def split_sequence(
 
 
 def gather_positions(at: Any, axes: Axes) -> Any:
-    """Return the positions of whole rows, by concatenating all devices' slices (..., T).
+    """Concatenate all devices' slices (..., T) into the positions of whole rows.
 
     Args:
-        at: `models.attention.TokenPositions` of this device's tokens; returned if `axes` is empty.
+        at: `models.attention.TokenPositions` of this device's tokens; returned unchanged if
+            `axes` is empty.
     """
     if not axes:
         return at
@@ -140,11 +142,11 @@ def ulysses_attention(
     window: int | None,
     keys_BH: jax.Array | None,
 ) -> jax.Array:
-    """Compute `attend` for whole rows and this device's share of the heads.
+    """Apply `attend` to whole rows, for this device's share of the heads.
 
     The number of devices must divide H. Key-value heads are repeated if the number of devices does
-    not divide G. This takes two all-to-alls if the number of key-value heads is then equal to H,
-    and three if it is less.
+    not divide G. If there are then as many key-value heads as query heads, this takes two
+    all-to-alls, otherwise three.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
@@ -205,8 +207,8 @@ def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
 def to_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
     """Exchange chunks of rows, and return this device's part of the zigzag layout: (B, T, ...).
 
-    `x_BT` (B, T, ...) is this device's slice of the rows, which consists of the chunks 2d and 2d+1
-    on device d. T must be even.
+    `x_BT` (B, T, ...) is this device's slice of the rows. On device d, the slice consists of chunks
+    2d and 2d+1. T must be even.
     """
     even, odd = _zigzag_moves(jax.lax.axis_size(axes))
     first, second = jnp.split(x_BT, 2, axis=1)
@@ -224,7 +226,7 @@ def from_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _zigzag_moves(n: int) -> list[list[tuple[int, int]]]:
-    """Return the (source, destination) pairs of n devices for the even and the odd chunks."""
+    """Return the (source, destination) devices of all even chunks, and of all odd chunks."""
     return [[(d, min(g, 2 * n - 1 - g)) for d in range(n) for g in [2 * d + odd]] for odd in (0, 1)]
 
 

@@ -20,17 +20,17 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Raise `UsageError` if an error occurs while a file is being written.
+    """Convert errors that occur while a file is being written to `UsageError`.
 
-    This is an `OSError` or `ValueError`, or a `RuntimeError` of matplotlib, such as when LaTeX is
-    missing. The message names `option`, such as `--csv`.
+    This applies to `OSError`, `ValueError` and `RuntimeError`. Matplotlib raises `RuntimeError`,
+    for example, if LaTeX is missing. The message names `option`, such as `--csv`.
     """
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        text = f"{option}={path}: cannot be written ({in_words(error)})"
         raise UsageError(
-            f"{text}; give another file, such as a .png in a writable folder"
+            f"{option}={path}: cannot be written ({in_words(error)}); give another file in a "
+            "writable folder"
         ) from None
 
 
@@ -53,7 +53,7 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
-    """Plot each panel whose first curve has values in at least one run, and write a file.
+    """Plot each panel whose first curve has values in any run, and write the plots to a file.
 
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """

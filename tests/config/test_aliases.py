@@ -355,7 +355,7 @@ def test_an_option_works_where_it_means_the_same(line, option, expected):
     assert getattr(parser.parse_args(words), option) == expected
 
 
-def test_every_key_without_its_last_letter_is_recognised():
+def test_every_key_without_its_last_letter_is_recognized():
     for name, section in load_config("tiny").to_dict().items():
         keys = [f"{name}.{key}" for key in section] if isinstance(section, dict) else []
         for key in keys:

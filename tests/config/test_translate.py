@@ -171,7 +171,7 @@ def test_any_value_of_any_flag_is_translated_or_a_problem(rest):
 
 
 @pytest.mark.parametrize("rest", ["", " --global-batch-size 8 --micro-batch-size 1"])
-def test_any_value_of_a_misspelt_flag_is_translated_or_a_problem(rest):
+def test_any_value_of_a_misspelled_flag_is_translated_or_a_problem(rest):
     for flag, value in itertools.product(FLAGS[::5], ("", "-1", "9" * 5000, "$X", "2 3", "=")):
         argument = f"--{flag[:-1]}{value}" if value == "=" else f"--{flag[:-1]} {value}"
         line = translate(f"{argument}{rest}".split(), presets(), guesses=False)

@@ -248,7 +248,7 @@ def test_flags_without_an_effect_are_not_a_failure(capsys):
         ("--data-path-cache cache", "", "--data-cache-path"),
     ],
 )
-def test_a_misspelt_flag_is_corrected_with_a_remark(typed, setting, meant, capsys):
+def test_a_misspelled_flag_is_corrected_with_a_remark(typed, setting, meant, capsys):
     command, notes = convert(capsys, f"torchrun pretrain_gpt.py {typed} --seed 2")
     assert set(command.split()[5:]) == {"train.seed=2", setting} - {""}
     assert f"note: {typed.split()[0]}: unknown key; did you mean {meant}?\n" in notes
@@ -266,7 +266,7 @@ def test_a_flag_with_a_similar_name_is_not_a_slip(flag, capsys):
     assert f"note: left out: {flag}\n" in notes
 
 
-def test_a_misspelt_flag_does_not_replace_the_flag_itself(capsys):
+def test_a_misspelled_flag_does_not_replace_the_flag_itself(capsys):
     line = "torchrun pretrain_gpt.py --global-batch-size 8 --global-batch-szie 16"
     command, notes = convert(capsys, line, status=1)
     assert command == "python -m jaxgpt.train --config megatron train.batch_size=8"

@@ -15,7 +15,7 @@ def test_the_rate_is_met_and_the_mean_stays(rate, n):
     np.testing.assert_allclose(out[out != 0], 1 / (1 - rate), rtol=2**-17 / (1 - rate) + 1e-6)
 
 
-def test_neighbours_and_the_two_halves_of_a_word_are_independent():
+def test_neighbors_and_the_two_halves_of_a_word_are_independent():
     kept = np.asarray(drop_elements(jnp.ones((1000, 400)), 0.5, jax.random.key(2))) > 0
     for other in (np.roll(kept, 1, axis=0), np.roll(kept, 1, axis=1), np.roll(kept, 200, axis=1)):
         assert abs((kept == other).mean() - 0.5) < 5 * 0.5 / np.sqrt(kept.size / 2)

@@ -25,7 +25,7 @@ def two_hosts(monkeypatch):
     return (0, 1) * 4
 
 
-def test_tensor_lies_on_neighbouring_devices():
+def test_tensor_lies_on_neighboring_devices():
     mesh = make_mesh(MeshShape(2, 1, 4))
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
     assert ids.squeeze().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -118,10 +118,10 @@ def test_activations_move_to_the_next_stage_once_per_tick(schedule):
     assert found["collective-permute", ("stage",)] == 2 * ticks  # forward and backward
     text = compiled(mesh, *options).as_text()
     pairs = re.findall(r"collective-permute.*source_target_pairs=\{(.*?)\}\}", text)
-    neighbours = {"0,2", "1,3"} | ({"2,0", "3,1"} if schedule else set())
-    backward = {",".join(reversed(pair.split(","))) for pair in neighbours}
+    neighbors = {"0,2", "1,3"} | ({"2,0", "3,1"} if schedule else set())
+    backward = {",".join(reversed(pair.split(","))) for pair in neighbors}
     assert {frozenset(found.strip("{").split("},{")) for found in pairs} == {
-        frozenset(neighbours), frozenset(backward)
+        frozenset(neighbors), frozenset(backward)
     }  # fmt: skip
 
 

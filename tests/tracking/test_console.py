@@ -72,7 +72,7 @@ def test_nothing_that_moves_the_cursor_is_printed():
     assert printable(ordinary) == ordinary
 
 
-def test_a_table_has_no_colours_even_in_a_terminal(monkeypatch):
+def test_a_table_has_no_colors_even_in_a_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     assert "\x1b" not in table_text(("a", "b"), [("1", "2")], 40, title="T")

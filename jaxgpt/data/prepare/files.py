@@ -35,8 +35,8 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
     subfolders are skipped. The files of a folder are sorted by path.
 
     Raises:
-        UsageError: if a path does not exist or cannot be accessed, a folder has no suitable files,
-            or a file name ends in .zst.
+        UsageError: if a path does not exist or cannot be accessed, if a folder has no suitable
+            files, or if a file name ends in .zst.
     """
     files = []
     for path in inputs:
@@ -48,10 +48,10 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
         if is_missing:
             raise UsageError(f"--input {path}: cannot be read (no such file)")
         if not found:
-            suffixes = ", ".join(TEXT + JSON[:2] + PARQUET)
+            suffixes = ", ".join(TEXT + JSON[:2])
             raise UsageError(
-                f"--input {path}: contains no files named {suffixes} (also .gz); give the "
-                "files themselves, which may have any name"
+                f"--input {path}: has no files ending in {suffixes} (also with .gz) or "
+                f"{PARQUET[0]}; give the files themselves, which may have any name"
             )
         files += found
     if packed := [path for path in files if path.suffix.lower() == ".zst"]:
