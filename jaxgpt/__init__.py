@@ -1,7 +1,7 @@
 """Pre-train GPT models with JAX, on any mesh, from one command.
 
-`__all__` lists the names of the library (see jaxgpt/README.md). Each name is imported on first use,
-so that commands start without JAX.
+`__all__` lists the public names (see jaxgpt/README.md). Each name is imported on first use, so that
+commands start without JAX.
 """
 
 import importlib

@@ -8,7 +8,7 @@ after `--run`, such as data.path=DIR, override the run's settings.
 If the data has a loss mask, `targets` is the number of tokens in a row that count toward the loss.
 The text of these tokens is printed between [[ and ]].
 
-`sequence` is the index of a row among all samples of the run, from 0. A change of train.batch_size
+`sequence` is the index of a row among all rows of the run, from 0. Changing train.batch_size
 neither repeats nor skips a sequence. For steps up to the newest checkpoint, the command
 uses the batch size that the run trained with; for later steps, it uses train.batch_size.
 """
@@ -95,10 +95,10 @@ def _look_up(
 ) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
     """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) for a step.
 
-    A record contains `step`, `row`, the values returned by `origin` and, if there is a loss mask,
-    `targets`, the number of targets that count. `run` is None if there is no run directory. The
-    tokens of all rows are int32 (B, T+1). Their weights are uint8 (B, T+1), or None if there is no
-    loss mask. Notes are remarks and warnings for the user.
+    A record contains `step`, `row` and the values returned by `origin`. If there is a loss mask, it
+    also contains `targets`, the number of targets that count toward the loss. `run` is None if
+    there is no run directory. The tokens of all rows are int32 (B, T+1). Their weights are uint8
+    (B, T+1), or None if there is no loss mask. Notes are remarks and warnings for the user.
 
     Raises:
         UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
@@ -202,8 +202,8 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
 def _checkpoint_before(run: Path | None, step: int) -> int:
     """Return the step of the newest checkpoint before `step`.
 
-    If all checkpoints are later, return the step of the newest one. Raises `UsageError` if there
-    are no checkpoints or no run directory.
+    If there is no earlier checkpoint, return the step of the newest one. Raises `UsageError` if
+    there are no checkpoints or no run directory.
     """
     saved = list_checkpoints(run) if run else []
     if not saved:

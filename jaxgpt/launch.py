@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
         options, command = split(sys.argv[1:] if argv is None else argv)
         arguments = parser().parse_args(options)
         layout = make_layout(arguments, command)
-        if not arguments.print:  # Open MPI's command line, built below, lists these variables
+        if not arguments.print:  # the Open MPI command line built below lists these variables
             os.environ.setdefault(JOB_START, f"{time.time():.3f}")
             words = ["python", "-m", "jaxgpt.launch", *options, "--", *words_before_python(command)]
             os.environ[LAUNCH_PREFIX] = f"{shlex.join(words)} "
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         os.environ[LAUNCH_LINE] = shlex.join(line)
         print(f"launch: {shlex.join(line)}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the launcher would, too
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the launcher would inherit Python's SIG_IGN
     os.execvp(line[0], line)
 
 

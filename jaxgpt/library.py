@@ -1,4 +1,4 @@
-"""The library: training, models and batches in Python, available through `import jaxgpt`.
+"""Python API for training, models and batches, available through `import jaxgpt`.
 
 JAX is imported when a `Trainer` or a model is built.
 """
@@ -118,7 +118,7 @@ class StepBatch(NamedTuple):
 
 
 def batches(config: Config, steps: Iterable[int]) -> Iterator[StepBatch]:
-    """Yield the global batches of steps. Steps are counted from 1, and may be in any order.
+    """Yield the global batch of each step. Steps are counted from 1, and may be in any order.
 
     Every batch has train.batch_size rows. JAX is not imported. The default dataset is prepared if
     it is missing. Raises `UsageError` during the iteration if a setting or a step is invalid, or if
@@ -251,13 +251,13 @@ class Trainer:
     def config(self) -> Config:
         """The configuration in use.
 
-        It differs from the given one in these settings:
+        It differs from the configuration passed to `Trainer` in these settings:
 
         - Data paths are absolute.
         - Each line of data.blend names a corpus, and data.file_list is converted to data.blend.
         - model.vocab_size is set and, if data.document_mask is set, also data.end_of_text.
         - train.batch_size_per_device is converted to train.batch_size.
-        - After `restore`, train_range_to_skip includes the ranges that the run skips.
+        - After `restore`, train_range_to_skip includes the ranges that the restored run skips.
         """
         return self._run.config
 
@@ -288,7 +288,7 @@ class Trainer:
         return self._state
 
     def _first_state(self) -> "TrainState":
-        """Return the state before the first step, from train.seed or train.init_from.
+        """Return the state before the first step, initialized from train.seed or train.init_from.
 
         Raises the same errors as `state`.
         """
@@ -313,7 +313,7 @@ class Trainer:
         `report`, for example `print`, is called with each dict as soon as its step has finished.
 
         By default, train the remaining steps up to train.max_iters, and return an empty list if
-        there are none. If `n_steps` (at least 1) is given, training may continue after
+        there are none. If `n_steps` (at least 1) is given, training may continue beyond
         train.max_iters. The metrics are `loss` (nats per token), `grad_norm` (before clipping) and
         `lr`. For a skipped step, `loss` and `grad_norm` are None. If any values are not finite, a
         Python warning is issued at the end. Raises `UsageError` if an argument is invalid, if the
@@ -443,7 +443,7 @@ class Trainer:
 
     @functools.cached_property
     def _model(self) -> Model:
-        # Replace -1 in the mesh, which could stand for another size without training.
+        # Replace -1 in the mesh, because `without_training` counts a stage axis of size -1 as 1.
         mesh = str(MeshShape(**self.steps.mesh.shape))
         config = without_training(self.config.replace(parallel__mesh=mesh))
         tokenizer, block_size = self.dataset.tokenizer, config.model.block_size
@@ -453,15 +453,15 @@ class Trainer:
     def save(self, run: str | Path) -> None:
         """Save a checkpoint of this step in a run directory, and wait until it is complete.
 
-        `python -m jaxgpt.train --out RUN` continues the run, and jaxgpt.sample and other commands
-        that need no metrics.jsonl can read it. Older checkpoints are removed according to the
-        retention settings. Without a metrics.jsonl, checkpoint.keep_best has no effect.
+        `python -m jaxgpt.train --out RUN` continues the run. Commands that do not need
+        metrics.jsonl, such as jaxgpt.sample, can read it. Older checkpoints are removed according
+        to the retention settings. Without a metrics.jsonl, checkpoint.keep_best has no effect.
 
         Raises:
             UsageError: if `run` is not a valid path, if the directory contains another run, a
                 checkpoint of this step or a later step, or a checkpoint that another trainer or
-                command has added to this run, or if it is in use by another job or cannot be
-                written.
+                command has added to this run, or if the directory is in use by another job or
+                cannot be written.
             OSError: on process 0, if the tokenizer's file cannot be read or written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """
@@ -494,7 +494,7 @@ class Trainer:
             checkpoints.close()
 
     def _check_folder(self, directory: Path) -> None:
-        """Raise `UsageError` if a checkpoint in this run directory would mix two runs."""
+        """Raise `UsageError` if saving to this run directory would mix two runs."""
         saved = list_checkpoints(directory)
         if directory not in self._folders and (saved or (directory / METRICS).exists()):
             raise UsageError(
@@ -584,7 +584,7 @@ def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C take effect only at the end of the block. Only the main thread can do this."""
+    """Defer Ctrl-C until the end of the block. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,10 +1,10 @@
 """Repeat steps of a run and compare them: `python -m jaxgpt.replay --run DIR --step S [S ...]`.
 
 For each S, this restores the newest checkpoint before step S, trains up to S again, and compares
-the loss and the gradient norm of each logged step with metrics.jsonl. With the same mesh,
-processes, devices and JAX version as in the run, the values must be bitwise equal. Otherwise, they
-may differ by rounding errors. The output has one line for each S. If any values differ, the line
-shows the first difference, and the exit status is 1. Nothing is written to the run directory.
+the loss and the gradient norm of each logged step with metrics.jsonl. With the same mesh, number of
+processes, device kind and JAX version as in the run, the values must be bitwise equal. Otherwise,
+they may differ by rounding errors. The output has one line for each S. If any values differ, the
+line shows the first difference, and the exit status is 1. Nothing is written to the run directory.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Stretch(NamedTuple):
 class Difference(NamedTuple):
     """A metric of a repeated step that differs from its recorded value.
 
-    Values are None if they are not finite, or if the step is skipped.
+    A value is None if it is not finite or if the step is skipped.
     """
 
     step: int
@@ -86,7 +86,7 @@ def parser() -> CommandParser:
     out.add_argument("--run", "--out", type=file_path, required=True, help="run directory")
     out.add_argument(
         "--step", type=whole_number(), nargs="+", required=True, metavar="S",
-        help="steps to repeat, starting from the newest earlier checkpoints",
+        help="steps to repeat, each from the newest checkpoint before it",
     )  # fmt: skip
     out.add_argument("--mesh", help="default: the mesh of the run at the first step to repeat")
     return out

@@ -105,7 +105,7 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[st
     """Return the prompts to continue, by default one empty prompt.
 
     As in nanoGPT, `--prompt FILE:NAME` reads the prompt from file NAME. Raises `UsageError` if a
-    file cannot be read, if the file of --prompts has no prompts or an invalid line, or if the
+    file cannot be read, if the --prompts file has no prompts or an invalid line, or if the
     tokenizer cannot encode a prompt.
     """
     if arguments.prompts is not None:
@@ -137,7 +137,7 @@ def read_text(path: Path, where: str) -> str:
 def read_prompt_file(path: Path) -> dict[str, str]:
     """Return the prompts in a file, one per non-blank line.
 
-    Each key names the file and the line, for error messages. In a .jsonl file, each line must be a
+    The keys name the file and the line, for error messages. In a .jsonl file, each line must be a
     JSON string, or an object with a `prompt` string. Raises `UsageError` if a line is invalid, or
     if the file cannot be read or has no prompts.
     """
@@ -164,9 +164,9 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[list[Written]]:
     """After each batch, yield all samples so far, in the order of the prompts.
 
-    With --stream, partial samples are also yielded as they are generated. The list yielded after
-    each batch is always the same object, with the new samples appended. All processes must exhaust
-    the iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be
+    With --stream, partial samples are also yielded as they are generated. The same list object is
+    yielded after each batch, with the new samples appended. All processes must exhaust the
+    iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be
     used. Also raises whatever `run_folder`, `Model` and `Model.stream` raise.
     """
     with run_folder(arguments.run, cluster) as folder:
@@ -200,7 +200,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 
 
 def new_parts(snapshots: Iterable[list[Written]]) -> Iterator[str]:
-    """Yield the text to print for the output of `samples`, in parts.
+    """Convert the output of `samples` to the text to print, and yield it in parts.
 
     Each part is yielded as soon as its text and all text before it are final.
     """

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
-# One colour per device, light enough for black text.
+# One color per device, light enough for black text.
 COLORS = ["#8ecae6", "#ffb703", "#90be6d", "#f4978e", "#cdb4db", "#ffe066", "#83c5be", "#d4a373"]
 MIXED = "#e0e0e0"  # for a sum over devices
 
@@ -23,9 +23,9 @@ def draw_devices(ax, array, title, color_by="device", n_devices=8):
         ax: the axes to draw on.
         array: the array to draw, of any shape.
         title: the title of the drawing.
-        color_by: "device" colours a number by its device, "position" by its position in the column,
-            and "sum" draws all numbers in grey. A device number gives all numbers that device's
-            colour.
+        color_by: "device" colors a number by its device, "position" colors it by its position in
+            the column, and "sum" colors all numbers gray. A device ID colors all numbers with that
+            device's color.
         n_devices: number of columns.
     """
     parts = {device: part.ravel() for device, part in values_by_device(array).items()}

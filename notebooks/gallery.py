@@ -1,8 +1,9 @@
 """The pictures in the README: `python notebooks/gallery.py [spike] [memory] [report]`.
 
 Without a name, all three pictures are drawn. This takes six minutes on two busy CPU cores. The
-pictures are written to `gallery/` beside this file. They need the `report` extra. The picture
-`report` also needs a browser: `pip install playwright`, then `playwright install chromium`.
+pictures are written to `gallery/` beside this file. Drawing them requires the `report` extra. The
+picture `report` also requires a browser: `pip install playwright`, then `playwright install
+chromium`.
 """
 
 import json
@@ -118,7 +119,7 @@ def draw_report(folder):
         window = browser.new_page(viewport={"width": 1200, "height": 560})
         window.goto(page.as_uri())
         window.wait_for_selector(".bk-Figure")
-        window.wait_for_timeout(1000)  # milliseconds; until the panels are drawn
+        window.wait_for_timeout(1000)  # milliseconds, to let the page draw the panels
         window.screenshot(path=FOLDER / "report.png")
         browser.close()
 

@@ -69,7 +69,7 @@ def parser() -> CommandParser:
         "--out",
         type=file_path,
         metavar="DIR",
-        help="where to write; default: the folder for temporary files",
+        help="where to write; default: the system's temporary folder",
     )
     kind = bench("sample", "time to generate text, per token")
     number(kind, "--tokens", "tokens to generate; default 200, or fewer if they do not fit")

@@ -54,7 +54,7 @@ def run(
         if _shared(each.config) != _shared(config):
             raise UsageError(
                 f"--change={text}: changes the mesh, the data or the vocabulary, but all variants "
-                "of the step share them; compare them with bench step"
+                "of the step share them; time each variant with bench step"
             )
     with open_job(config, single_process=True) as job:
         job.start_jax(config)
@@ -94,7 +94,7 @@ def run(
 
 
 def parse_change(text: str, settings: Sequence[str]) -> Change:
-    """Return the change that `text` describes. `settings` are the settings of the unchanged step.
+    """Parse `text` into a change. `settings` are the settings of the unchanged step.
 
     Words that begin with xla_ or jax_ (with or without --) are XLA or JAX options. All other words
     are settings. Values of JAX options are parsed as YAML. Values of XLA options are strings,
@@ -132,7 +132,7 @@ def _shared(config: Config) -> tuple[Any, ...]:
 def _time_rounds(
     job: Job, base: Rounds, programs: dict[str, Callable[..., Any]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Time all programs in each round. Return each program's seconds per step, by round."""
+    """Time every program in each round. Return each program's seconds per step in every round."""
     found: dict[str, list[float]] = {text: [] for text in programs}
     for number in range(rounds):
         job.log(f"round {number + 1} of {rounds}, {steps} steps of each variant")
@@ -161,14 +161,14 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     if arguments(steps) != arguments(base.steps):
         raise UsageError(
             f"--change={text}: changes the shapes or shardings of the state or the batch, so the "
-            "two steps cannot take turns; compare them with bench step"
+            "two steps cannot take turns; time each step with bench step"
         )
     with _jax_options(change.jax_options):
         lowered = steps.lower_train_step()
         has_options = change.xla_options or change.jax_options
         if not has_options and lowered.as_text() == base.steps.lower_train_step().as_text():
             raise UsageError(
-                f"--change={text}: does not change the compiled step; compare the training loops "
+                f"--change={text}: does not change the compiled step; time each training loop "
                 "with bench step"
             )
         return lowered.compile(change.xla_options)

@@ -93,7 +93,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
 
 
 def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
-    """Measure how long it takes until all files of a checkpoint are on disk.
+    """Measure the time to write all files of a checkpoint to disk.
 
     This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
     for the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
@@ -144,7 +144,7 @@ def _file_sizes(job: Job) -> list[int]:
 
 
 def _write_files(job: Job) -> dict[str, float]:
-    """Measure the time to write plain files to disk, with the sizes of the checkpoint files."""
+    """Measure the time to write plain files, as large as the checkpoint files, to disk."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 

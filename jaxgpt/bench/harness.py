@@ -73,10 +73,10 @@ def as_table(result: Result) -> str:
 def format_value(value: Any, unit: str = "") -> str:
     """Format a number, or every number in a dict or list, with an SI prefix and a unit (`74.3 ms`).
 
-    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. If there is
-    no unit, or the unit is x, numbers get no prefix, and integers are shown exactly and without the
-    x. All other numbers are rounded. Text and booleans get no unit. None is shown as `not known`.
-    Numbers must be of type int or float.
+    If the unit is %, a fraction is shown as a percentage. Bytes have binary prefixes. If the unit
+    is empty or x, numbers get no prefix, and integers are shown exactly, without the x. All other
+    numbers are rounded. Text and booleans get no unit. None is shown as `not known`. Numbers must
+    be of type int or float.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {format_value(each, unit)}" for name, each in value.items())
@@ -123,14 +123,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Job:
-    """The processes that a benchmark runs in, and its temporary folder."""
+    """The processes that run a benchmark, and the temporary folder that they share."""
 
     cluster: ProcessGroup
     folder: Path
     """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache. Return `config` with its vocabulary set, and the mesh.
+        """Start JAX without a compile cache. Return `config` (with its vocabulary) and the mesh.
 
         Every process must call this. Raises whatever `with_vocabulary`, `initialize_jax` and
         `job_mesh` raise.
@@ -190,7 +190,7 @@ def open_job(
     folder.mkdir(exist_ok=True)
 
     def end(number: int, frame: object) -> None:
-        for _ in range(5):  # threads of a running save recreate missing folders
+        for _ in range(5):  # threads of an unfinished save recreate missing folders
             shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.1)
         abort_mpi(128 + number)

@@ -38,7 +38,7 @@ class Rounds:
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
-        """Start JAX, compile the step and initialise the state.
+        """Start JAX, compile the step and initialize the state.
 
         Random tokens replace the data if `synthetic` is set or if data.dataset is missing. The
         compile cache is empty unless `compile_cache` is set. Raises `OSError` if the random tokens
@@ -91,8 +91,8 @@ class Rounds:
     def run_compiled_step(self, n_steps: int, step: Callable[..., Any] | None = None) -> float:
         """Run the compiled step `n_steps` >= 1 times on one batch.
 
-        Returns this process's seconds per step. `step` is a function to run instead, with the same
-        arguments and results. Raises `RuntimeError` if JAX fails.
+        Returns this process's seconds per step. If `step` is given, it runs instead of the compiled
+        step, with the same arguments and results. Raises `RuntimeError` if JAX fails.
         """
         step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()
@@ -104,7 +104,7 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Trace `n_steps` runs of the compiled step (at least one).
+        """Run the compiled step `n_steps` >= 1 times with a profiler trace.
 
         Process 0 writes its trace to `directory`. Returns the result of `Tracing.stop`. Raises
         `OSError` if a process other than 0 cannot create a temporary folder. Also raises whatever
@@ -125,12 +125,12 @@ class Rounds:
 
 
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
-    """Return a config whose data exists, and a description of the data.
+    """Return `config`, with random tokens as data if necessary, and a description of the data.
 
     Random tokens in the job's folder replace the data if `synthetic` is set, or if the train.bin of
     data.dataset is missing. The dataset `python` counts as present, because `prepare_run` creates
-    it. All processes call this together. Raises the same errors as `vocabulary_size` and
-    `with_vocabulary`.
+    it. All processes call this together. Raises whatever `vocabulary_size` and `with_vocabulary`
+    raise.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

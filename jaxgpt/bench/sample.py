@@ -1,4 +1,4 @@
-"""Time to generate the first token, and the whole text, with the KV cache."""
+"""Time to generate the first token and the whole text with the KV cache."""
 
 import statistics
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ ONE_STEP = (
 
 
 def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) -> Result:
-    """Time `runs` cold starts and `runs` warm starts of jaxgpt.train, in alternation.
+    """Time `runs` cold and `runs` warm starts of jaxgpt.train, alternating between the two.
 
     `settings` are command-line settings. Each start runs `processes` processes under mpiexec. If
     `processes` is None, each start is a single process without mpiexec. If compile_cache=off is

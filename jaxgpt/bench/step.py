@@ -34,11 +34,11 @@ def run(
     profile: Path | None = None,
     rounds: int = ROUNDS,
 ) -> Result:
-    """Time `rounds` rounds of `steps` steps, both in the trainer's loop and with the step alone.
+    """Time `rounds` rounds of `steps` steps, in the trainer's loop and with the compiled step only.
 
     If `steps` is None, `steps_per_round` chooses the number of steps. `settings` are command-line
     settings. If `synthetic` is set, random tokens replace the data. If `profile` is set, a trace of
-    five more steps is written to this folder.
+    five more steps is written to that folder.
 
     Raises `UsageError` if a setting is invalid, or if `profile` is not writable. Also raises
     whatever `open_job`, `Rounds`, `measure` and `Rounds.profile` raise.
@@ -135,7 +135,7 @@ def rates(
 
 
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
-    """Return a compiled step's memory per device and the highest peak so far, in bytes.
+    """Return a compiled step's memory per device, and the peak memory use so far, in bytes.
 
     All processes call this together. The peak is None if a process cannot measure it.
     """

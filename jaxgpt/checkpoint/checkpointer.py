@@ -103,7 +103,7 @@ class Checkpoints:
         self.log: Callable[[Record], None] = lambda record: None
 
     def open(self, tree: Tree) -> None:
-        """Prepare for saving: remove interrupted saves, and create any local folder.
+        """Prepare for saving: remove interrupted saves, and create the local folder, if any.
 
         `tree` has the arrays to save, or their shapes. All processes call this together.
 
@@ -123,7 +123,7 @@ class Checkpoints:
         """Return whether checkpoint.interval or checkpoint.interval_minutes requires a save now.
 
         All processes call this together after each step. checkpoint.interval_minutes is checked
-        only every train.log_interval steps, by process 0's clock.
+        only every train.log_interval steps, using the clock of process 0.
         """
         checkpoint, train = self._config.checkpoint, self._config.train
         if should_run_every(step, checkpoint.interval):
@@ -142,7 +142,7 @@ class Checkpoints:
         settings do not keep.
 
         If this save fails, the next `save`, `restore` or `close` reports the error. A failed copy
-        may be reported by the second `save` after this one. All processes call this together.
+        may go unreported until the second `save` after this one. All processes call this together.
 
         Args:
             step: the step after which `tree` was computed.
@@ -356,7 +356,7 @@ class Checkpoints:
         seconds = time.perf_counter() - save.began
         if self._cluster.is_main:
             # The save may have finished long ago, for example before an evaluation, so subtract the
-            # time since its folder was last modified.
+            # time since the checkpoint's folder was last modified.
             try:
                 age = time.time() - (self._folder / str(save.step)).stat().st_mtime
             except OSError:  # the run directory is gone; the next save reports this
@@ -414,7 +414,7 @@ def _first_cause(errors: list[str]) -> str:
     """Return the cause of a failed save, or "" if no process failed.
 
     `errors` has one message per process, which is empty if the process did not fail. Processes that
-    waited for the failed process at Orbax's barriers report timeouts.
+    waited at Orbax's barriers for the failed process report timeouts.
     """
     found = [(rank, error) for rank, error in enumerate(errors) if error]
     causes = [pair for pair in found if not pair[1].startswith(TIMED_OUT)] or found
@@ -438,7 +438,7 @@ def restore_params(
     Args:
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
-            shardings: `NamedSharding`s on one mesh. Saved arrays may be left out.
+            shardings: `NamedSharding`s on one mesh. The tree may leave out arrays.
         run_on_all: `ProcessGroup.run_on_all`, to raise each error on every process. If None, a
             process may miss errors that only other processes find.
 
@@ -541,8 +541,8 @@ def silence_orbax() -> None:
     In the whole process, this silences the absl and asyncio loggers and one warning, and replaces
     `sys.unraisablehook`.
 
-    If one array fails, Orbax closes the event loop that the other arrays still use, and some
-    coroutines are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.
+    If Orbax fails to read or write an array, it closes the event loop that other arrays still use,
+    and some coroutines are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):

@@ -90,7 +90,7 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
 
 @functools.lru_cache(maxsize=4)
 def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """Compile a function that maps arrays with these shardings to uint32 (devices, arrays)."""
+    """Return a jitted function that maps arrays of these shardings to uint32 (devices, arrays)."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
     by_device = PartitionSpec(mesh.axis_names)

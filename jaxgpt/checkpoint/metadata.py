@@ -101,8 +101,8 @@ def newest_undamaged(
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
     """Return the step of the newest undamaged checkpoint, its JSON, and the errors of newer ones.
 
-    The errors are keyed by step. Only the JSON of each checkpoint is checked. If there is no
-    checkpoint up to step `last`, the step is None, and the JSON is empty.
+    The errors of newer checkpoints are keyed by step. Only the JSON of each checkpoint is checked.
+    If there is no checkpoint up to step `last`, the step is None, and the JSON is empty.
 
     Args:
         on_damage: value of checkpoint.on_damage.
@@ -163,8 +163,8 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run directory does not exist, is a file or cannot be read. Also
-    raises it if the directory has no checkpoints, or none at `step`.
+    Raises `UsageError` if the run directory does not exist, is a file or cannot be read, if it has
+    no checkpoints, or if it has no checkpoint at `step`.
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
@@ -186,7 +186,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
-    Raises `UsageError` if there is no checkpoint, with a message that starts with `key`. Also
+    If there is no checkpoint, raises `UsageError` with a message that starts with `key`. Also
     raises whatever `list_checkpoints` and `read_meta` raise.
     """
     steps = list_checkpoints(directory)
@@ -218,8 +218,9 @@ def _hash(meta: Mapping[str, Any]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return a short description of an error.
 
-    If the error has an errno, this is the system's message for it. Other errors are described by
-    their message (one line, at most 200 characters) or, if that is empty, by their type.
+    An error with an errno is described by the system's message for the errno. Other errors are
+    described by their own message (one line, at most 200 characters) or, if they have none, by
+    their type.
     """
     if number := os_error(error):
         return os.strerror(number)

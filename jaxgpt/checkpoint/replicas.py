@@ -16,8 +16,8 @@ def devices_that_differ(params: Any) -> list[int]:
     """Return the devices on which a parameter differs from its replicas.
 
     For each shard, the most common checksum is considered correct, and the devices with other
-    checksums are returned. If no checksum is the most common (for example, if there are only
-    two replicas and they differ), all devices that hold the shard are returned. Shards without
+    checksums are returned. If the most common checksum is not unique (for example, if there are
+    only two replicas and they differ), all devices that hold the shard are returned. Shards without
     replicas are not checked.
 
     The arrays in `params` must satisfy the conditions of `checksums`. All processes call this

@@ -19,8 +19,8 @@ def kept_steps(
     Args:
         saved: the steps of all checkpoints, oldest first.
         checkpoint: the retention settings.
-        rewinds: of the checkpoints at multiples of checkpoint.interval, also keep as many of the
-            newest as checkpoint.keep says, because rewinds use only these.
+        rewinds: whether the run may rewind. If so, the newest checkpoint.keep multiples of
+            checkpoint.interval are also kept, because a rewind uses only these checkpoints.
         losses: validation losses by step. Steps without a loss never count as best.
     """
     kept = set(saved[-checkpoint.keep :])

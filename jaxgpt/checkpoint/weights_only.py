@@ -30,7 +30,7 @@ Index = tuple[int | slice, ...]
 class WeightsWriter:
     """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
 
-    The constructor creates this folder, which must not exist. The checkpoint is not valid until
+    The constructor creates this folder, which must not exist yet. The checkpoint is not valid until
     `close` has returned. The constructor raises `UsageError` if the model is invalid (see
     `weights`). All methods propagate errors from the file system, Orbax and TensorStore.
     """

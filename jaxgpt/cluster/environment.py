@@ -46,7 +46,7 @@ class Launch:
     variable: str | None = None  # the variable that gives the rank, as `NAME=value`
     through: Literal["mpi", "tcp", None] = None  # None for a single-process job
     rank: int = 0
-    size: int | None = 1  # None if only MPI knows
+    size: int | None = 1  # None if only MPI knows the size
     address: str | None = None  # host:port of process 0 if `through` is "tcp"
 
 
@@ -55,8 +55,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
     The order is: jaxgpt's variables, torchrun, srun with a PMI version that MPICH cannot use, MPI
     launchers (including MPI under srun), plain srun, and torch's RANK and WORLD_SIZE. If none is
-    found, the job has a single process. Raises `UsageError` if the variables are malformed, or if
-    they are incomplete or inconsistent in a job without MPI.
+    found, the job has a single process. Raises `UsageError` if the variables are malformed or, in
+    a job without MPI, incomplete or inconsistent.
     """
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
@@ -67,7 +67,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     by_srun = started_by_srun(environ)
     if by_srun and in_step and environ.get("SLURM_MPI_TYPE") == "pmi2":
         # Do not use MPI: Slurm 22.05 reads PMI messages in 1,024-byte chunks, and MPICH 5 can
-        # send longer ones, which deadlocks both sides.
+        # send longer messages, which deadlocks both sides.
         return replace(slurm_step(environ), launcher=SLURM_WITH_PMI)
     if in_step or not by_srun:  # some sites set MPI variables in interactive shells
         for variable, size, launcher in MPI_LAUNCHERS:
@@ -103,11 +103,12 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 def slurm_step(environ: Mapping[str, str]) -> Launch:
     """Identify a process that srun started, without using MPI.
 
-    JAXGPT_COORDINATOR is the address of process 0. Set it if the step has several components or an
-    arbitrary distribution. By default, the step's first host is assumed to run process 0. If there
-    is only one host, or no node list, the default host is 127.0.0.1. The default port is below the
-    ephemeral range and is derived from the job and step IDs. Raises `UsageError` if a variable is
-    invalid, if the rank or the number of tasks is missing, or if they contradict each other.
+    JAXGPT_COORDINATOR is the address of process 0. Set it for a heterogeneous step (with several
+    components) or an arbitrary task distribution. By default, the step's first host is assumed to
+    run process 0. If there is only one host, or no node list, the default host is 127.0.0.1. The
+    default port is below the ephemeral range and is derived from the job and step IDs. Raises
+    `UsageError` if a variable is invalid, if the rank or the number of tasks is missing, or if the
+    rank is not less than the number of tasks.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)
@@ -124,11 +125,11 @@ def job_name(environ: Mapping[str, str]) -> str:
     """Return a name for this job that can be used in a path.
 
     If one of `JOB_NAMES` is set, processes on all hosts share the name. Concurrent jobs may also
-    share it, if they run in the same PBS or Slurm job and their launchers set no job ID.
+    share it if they run in the same PBS or Slurm job and their launchers set no job ID.
 
     If none is set, two processes on the same host share a name if their session leaders have the
-    same parent, even if the processes belong to different jobs (for example, in two tmux windows or
-    notebooks). If a session leader has exited, or there is no /proc, unrelated jobs may share a
+    same parent. Different jobs can therefore share a name, for example in two tmux windows or
+    notebooks. If a session leader has exited, or there is no /proc, even unrelated jobs may share a
     name.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
@@ -143,7 +144,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     key = "MASTER_ADDR:MASTER_PORT"
     launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun uses the port itself
+        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun uses MASTER_PORT
     return launch
 
 

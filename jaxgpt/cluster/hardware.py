@@ -52,8 +52,8 @@ def count_accelerators() -> int:
     """Return the number of accelerators on this host, based on device files.
 
     Only the first vendor found (NVIDIA, AMD or Google) is counted. Intel accelerators, and TPUs
-    without a file /dev/accel*, are not counted. If there is an AMD GPU, all render devices count.
-    Devices hidden by environment variables are counted.
+    without a file /dev/accel*, are not counted. If there is an AMD GPU, every render device is
+    counted. Devices that environment variables hide are also counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))

@@ -29,8 +29,8 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
     HOSTFILE. If none is set, the job has only this host.
 
     In a running job, call this on process 0, because a PBS node file often exists only on the job's
-    first host. Raises `UsageError` if the host file is unreadable or invalid, or the node list is
-    invalid.
+    first host. Raises `UsageError` if the host file is unreadable or invalid, or if the node list
+    is invalid.
     """
     if file is not None:
         return read_host_file(file, "--hosts"), "--hosts"
@@ -43,12 +43,12 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 
 
 def read_host_file(path: str, option: str) -> Hosts:
-    """Read a host file with lines `host`, `host:4` or `host slots=4`; `#` starts a comment.
+    """Read a host file with lines like `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
     PBS lists a host once per slot, so slots are summed over repeated lines, and a line without
-    slots counts as one. If no line specifies slots and no host is repeated, all slots are None.
-    Other words of the form `key=value` are ignored. Raises a `UsageError` about `option` if the
-    file is unreadable or malformed, or lists no hosts.
+    slots counts as one slot. If no line specifies slots and no host is repeated, all slots are
+    None. Other words of the form `key=value` are ignored. Raises a `UsageError` about `option` if
+    the file is unreadable or malformed, or lists no hosts.
     """
     try:
         with open(path, errors="replace") as file:

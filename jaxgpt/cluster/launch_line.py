@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Set by jaxgpt.launch: the command line of the job, and jaxgpt.launch's own options up to COMMAND.
+# Set by jaxgpt.launch: the command line that it executes, and its own command line up to the word
+# `python` in COMMAND.
 LAUNCH_LINE = "JAXGPT_LAUNCH_LINE"
 LAUNCH_PREFIX = "JAXGPT_LAUNCH_PREFIX"
 MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun")
@@ -28,8 +29,8 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 def launch_prefix(environ: Mapping[str, str]) -> str:
     """Return the words to type before `python` to start a program the way this job was started.
 
-    For example, this is `mpiexec -n 8 `, with a space at the end. It is empty if the launcher is
-    unknown, or if its command line does not contain `python`, as with torchrun.
+    An example is `mpiexec -n 8 `, with a trailing space. The result is empty if the launcher is
+    unknown, or if the launcher's command line does not contain `python`, as with torchrun.
     """
     if LAUNCH_PREFIX in environ:
         return environ[LAUNCH_PREFIX]
@@ -43,7 +44,7 @@ def launch_prefix(environ: Mapping[str, str]) -> str:
 
 
 def words_before_python(words: Sequence[str]) -> list[str]:
-    """Return the words before the first one that names a Python interpreter, or [] without one."""
+    """Return the words before the first Python interpreter, or [] if no word is an interpreter."""
     for i, word in enumerate(words):
         if "=" not in word and re.fullmatch(r"python[\d.]*", Path(word).name):
             return list(words[:i])

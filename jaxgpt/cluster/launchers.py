@@ -68,13 +68,13 @@ def place_processes(
     Args:
         n: total number of processes. If None, each host runs `per_host` processes.
         per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
-            None, the default is SLURM_NTASKS_PER_NODE, one process per device (unless
-            JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, or one, in this order. The number of slots in
-            a host file is an upper limit. It also replaces the default of one, unless a variable
-            such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
+            None, the default is the first of these that is known: SLURM_NTASKS_PER_NODE, one
+            process per device (unless JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, one. The number of
+            slots in a host file is an upper limit. It also replaces the default of one, unless a
+            variable such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
-        spare: number of hosts to keep free, at the end of the list.
+        spare: number of hosts at the end of the list to keep free.
 
     Raises:
         UsageError: if the processes do not fit the hosts, their slots or their devices, if `spare`
@@ -142,8 +142,8 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
     """Return one line of text per host, with its ranks and their devices.
 
     The devices are taken from the environment, the known machine or this host. All hosts are
-    assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. The line says `on
-    CPUs` if a host has fewer devices than processes, or if JAX_PLATFORMS=cpu is set.
+    assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. A line says `on CPUs`
+    if the host has fewer devices than processes, or if JAX_PLATFORMS=cpu is set.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
@@ -193,7 +193,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
     """Return the launcher for `layout`, and a string with its name and the reason for choosing it.
 
-    On a known machine or in a scheduler's job, the machine's launcher takes precedence over an
+    On a known machine or in a PBS or Slurm job, the machine's launcher takes precedence over an
     mpiexec that is installed with this Python. In a Slurm job, the launcher is srun unless
     PBS_NODEFILE or HOSTFILE lists the hosts. In all other cases, the launcher is an mpiexec,
     identified by the output of `mpiexec --version`.
@@ -331,7 +331,7 @@ def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -
 
 
 def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    # Without --wait, if a process dies, srun waits forever for the others.
+    # Without --wait, srun waits forever for the other processes if one dies.
     line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
     line.append(f"--ntasks-per-node={layout.per_host}")
     if layout.named_by == "--hosts":
@@ -350,12 +350,12 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """Return the number of CPUs per process (at most an equal share), or 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun 22.05 and later ignore it
+    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun ignores it since Slurm 22.05
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
         return min(asked, share or asked)
     return share
 
 
 def _least(counts: str) -> int:
-    """Return the smallest count in a Slurm list, such as 8 for `16,8(x2)`; 0 for an empty list."""
+    """Return the smallest count in a Slurm list: 8 for `16,8(x2)`, and 0 for an empty list."""
     return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", counts)), default=0)

@@ -1,7 +1,7 @@
 """Supercomputers as data: names, devices, CPU binding, networks, and the source of each fact.
 
 Sources, all read in 2026:
-    [ALCF]  docs.alcf.anl.gov, "Running Jobs", "Machine Overview" and "PyTorch" of each machine.
+    [ALCF]  docs.alcf.anl.gov, "Running Jobs", "Machine Overview" and "PyTorch" for each machine.
     [ezpz]  github.com/saforem2/ezpz, src/ezpz/distributed.py (get_machine, high-speed suffixes),
             src/ezpz/pbs.py (CPU binding) and its recorded jobs (names of PBS jobs).
     [OLCF]  docs.olcf.ornl.gov, "Frontier User Guide".
@@ -73,8 +73,8 @@ MACHINES = (
     _alcf("Sunspot", r"x192[12]c\ds\db\dn\d", "pvc", 12, None, cpu_bind=_AURORA_CPUS),
     # [ALCF] 24 DGX A100 nodes, 22 of them with 40 GB GPUs; Open MPI. Suffix: [ezpz].
     _alcf("Sophia", r"sophia-[\w-]+", "a100", 8, ".lab.alcf.anl.gov"),
-    # [OLCF] Nodes such as frontier00144 have 4 MI250X with 2 GCDs each and 64 cores, 8 of them
-    # reserved for the system. The usual options are -c7 --gpus-per-task=1 --gpu-bind=closest.
+    # [OLCF] Nodes such as frontier00144 have 64 cores, 8 of them reserved for the system, and 4
+    # MI250X GPUs with 2 GCDs each. The usual options are -c7 --gpus-per-task=1 --gpu-bind=closest.
     Machine(
         name="Frontier",
         host_names=r"frontier\d+(\..*)?",

@@ -80,8 +80,8 @@ class Peer:
 class Monitor:
     """Monitors a job from one of its processes, and terminates it if any process fails or hangs.
 
-    Hangs are detected only if a `HangLimit` is given. A single-process job calls `start` instead of
-    `connect`, to detect hangs.
+    Hangs are detected only if a `HangLimit` is given. To detect hangs in a single-process job, call
+    `start` instead of `connect`.
     """
 
     def __init__(self, limit: HangLimit | None = None):
@@ -95,7 +95,7 @@ class Monitor:
         self._limit = limit
         self._interval = min(HEARTBEAT, limit.seconds / 4) if limit else HEARTBEAT
         self._progress, self._words = Progress(), ""
-        self._allowed = self._spent = 0.0  # limit and time so far of the current activity
+        self._allowed = self._spent = 0.0  # time limit and elapsed time of the current activity
         self._peers: dict[int, Peer] = {}
         self._parts: dict[int, Any] = {}  # on process 0: values of the current collective
         self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
@@ -120,8 +120,9 @@ class Monitor:
         On process 0, `connection` is a listening socket. On other processes, it is connected to
         process 0. Only process 0 waits for the other processes. If some processes do not connect
         within `timeout` seconds, process 0 prints the ranks of up to 20 of them and terminates the
-        job. It also terminates the job if a process has a wrong rank or size. In both cases, the
-        status is 1. There must be at least two processes.
+        job. It also terminates the job if a process reports an invalid or duplicate rank, or a
+        different number of processes. In both cases, the status is 1. There must be at least two
+        processes.
         """
         self.rank, self.size = rank, size
         self.start()
@@ -204,9 +205,9 @@ class Monitor:
         rank prints the missing ranks and exits, and the launcher then terminates the job. At most
         20 ranks are printed, and none if the number of processes is unknown. Processes with higher
         ranks exit `ANSWER` seconds later. If the hosts do not share the home directory, processes
-        on other hosts count as missing. If this directory is not writable, process 0 exits first,
-        without listing ranks. This starts the thread, which may create files in ~/.cache/jaxgpt and
-        removes them afterwards.
+        on other hosts count as missing. If the home directory is not writable, process 0 exits
+        first, without listing ranks. This starts the thread, which may create files in
+        ~/.cache/jaxgpt and removes them afterwards.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -268,7 +269,7 @@ class Monitor:
         self._tasks.create_task(self._measure_stalls())
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a process of this job. If its rank or size is wrong, the job fails."""
+        """Accept a process. Terminate the job if the process reports a wrong rank or job size."""
         try:
             rank, size = json.loads(await asyncio.wait_for(reader.readline(), ANSWER))
             fits = size == self.size and 0 < rank < size and rank not in self._peers
@@ -334,7 +335,7 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """On process 0, add a value to a collective. Once all values have arrived, send them."""
+        """On process 0, add a value to a collective, and send all values once they have arrived."""
         self._parts[rank] = value
         if len(self._parts) == self.size:
             answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
@@ -424,8 +425,8 @@ class Monitor:
     async def _end_all(self, rank: int, status: int, delay: float) -> None:
         """On process 0, ask `rank` to report the job's first error, then terminate all processes.
 
-        Later errors are ignored. Losing a process makes others fail too, so other errors are
-        reported only after `delay` seconds, unless a lost process is detected first.
+        Later errors are ignored. This first waits for `delay` seconds, because the error may be due
+        to a lost process. If a lost process is detected meanwhile, the loss is reported instead.
         """
         self._is_failing = True
         await asyncio.sleep(delay)

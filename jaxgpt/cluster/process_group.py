@@ -94,9 +94,10 @@ class ProcessGroup:
         self.allgather(None)
 
     def raise_if_any(self, error: str | None) -> None:
-        """Raise `UsageError` on all processes if any has an error, with the lowest rank's message.
+        """If any process has an error, raise `UsageError` on all processes.
 
-        `error` is this process's message, or None. All processes must call this.
+        `error` is this process's message, or None. The message with the lowest rank is raised. All
+        processes must call this.
         """
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(*found[0].splitlines())
@@ -145,9 +146,10 @@ def join_process_group(
     """Wait until all processes of the job have started, and connect them, without using JAX.
 
     If some processes do not start in time, the job ends with status 1 and an error that lists them
-    if possible. It also ends with status 1 if ranks or sizes contradict each other. In a job with
-    several processes, this starts the monitor's thread and raises the limit on open files. Under an
-    MPI launcher, it initializes MPI, and starts the thread even for a single process.
+    if possible. It also ends with status 1 if ranks or numbers of processes contradict each other.
+    In a job with several processes, this starts the monitor's thread and raises the limit on open
+    files. Under an MPI launcher, this initializes MPI, and starts the thread even for a single
+    process.
 
     Args:
         timeout: seconds to wait for the other processes.
@@ -234,8 +236,8 @@ def start_mpi(launch: Launch, for_threads: bool = False) -> str:
     The initialization waits for all processes. If `for_threads` is set, several threads may use
     MPI. MPI is finalized when the process exits.
 
-    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. This is a
-    `SingleRankUsageError` if the other processes may not notice the problem.
+    Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. The error
+    is a `SingleRankUsageError` if the other processes may not notice the problem.
     """
     try:
         import mpi4py

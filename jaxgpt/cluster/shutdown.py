@@ -71,7 +71,7 @@ def end_with(error: BaseException) -> NoReturn:
 
 
 def write_if_read(text: str, stream: TextIO) -> None:
-    """Write `text` and flush the stream. Does nothing if its reader or its terminal is gone."""
+    """Write `text` and flush the stream. Ignores `OSError`, as when the reader has exited."""
     with contextlib.suppress(OSError):
         print(text, file=stream, end="", flush=True)
 
@@ -144,7 +144,7 @@ def job_exit_handler() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Replace closed standard streams by /dev/null, so that other files cannot take their place."""
+    """Replace closed standard streams with /dev/null, so that no other file gets descriptor 0-2."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -159,9 +159,10 @@ def _redirect_to_null(*descriptors: int) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run after a step, without SIGHUP if nohup ignores it.
+    """Return the signals that stop a run after a step.
 
-    Slurm sends USR1 or USR2 with `sbatch --signal`, and a terminal that closes sends HUP.
+    SIGHUP is left out if it is ignored, as under nohup. `sbatch --signal` makes Slurm send USR1 or
+    USR2, and closing a terminal sends HUP.
     """
     out = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
     return out if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*out, signal.SIGHUP]

@@ -33,7 +33,7 @@ def margin(seconds: float, save: float, step: float) -> float:
     Args:
         seconds: seconds from the start of the run to the end of the job.
         save: duration of the slowest save so far, in seconds.
-        step: duration of the slowest step so far in seconds, with any evaluation or checkpoint.
+        step: duration of the slowest step so far, in seconds, with any evaluation or checkpoint.
     """
     return min(max(SAVE_MARGIN, 3 * save, save + 4 * step), max(seconds / 4, 1.5 * save))
 
@@ -41,8 +41,8 @@ def margin(seconds: float, save: float, step: float) -> float:
 class StopSignal:
     """Makes all processes stop after the same step, on a signal or at a time limit.
 
-    A second Ctrl-C, more than `DEBOUNCE` seconds after the first, terminates the job with status
-    130 and saves no checkpoint. Repeating any other signal has no effect, because schedulers send
+    A second Ctrl-C more than `DEBOUNCE` seconds after the first terminates the job with status 130,
+    without saving a checkpoint. Repeating any other signal has no effect, because schedulers send
     some signals repeatedly.
     """
 
@@ -57,10 +57,10 @@ class StopSignal:
         This starts the monitor's thread and, if there is a time limit, the process's alarm timer.
 
         Args:
-            monitor: monitor whose thread receives the signals. Python's handlers would run only
-                after the main thread has finished compiling.
+            monitor: monitor whose thread receives the signals. Python's signal handlers would run
+                only after the main thread has finished compiling.
             limit: the run's time limit on process 0; None on other processes, which log nothing.
-            sync_point: takes a step, and True if this process has just been asked to stop. Returns
+            sync_point: takes a step, and whether this process has just been asked to stop. Returns
                 whether all processes stop after the step, or None in a single-process job.
         """
         self.reason: str | None = None

@@ -4,13 +4,13 @@ Users can set four other limits: `init_timeout` (startup), `train.hang_timeout` 
 `checkpoint.timeout_minutes` (each save) and `train.time_limit` (the whole run).
 """
 
-# Heartbeat interval, or a quarter of the hang timeout if that is shorter.
+# Heartbeat interval. If a quarter of the hang timeout is shorter, that is used instead.
 HEARTBEAT = 5.0
 # Time limit for a host to acknowledge data: twice the duration of a network restart.
 LOST_HOST = 60.0
-# Time limit for short operations: a running process answers, a host accepts a connection, the
-# kernel terminates a process, a network file system shows a new file on other hosts, or a tracker
-# writes its last records.
+# Time limit for a running process to answer, a host to accept a connection, the kernel to terminate
+# a process, a network file system to show a new file on other hosts, or a tracker to write its last
+# records.
 ANSWER = 10.0
 # Delay before reporting an error. If a lost process caused the error, the loss is detected during
 # this delay. If a process is killed, its connection closes at once, but collectives on other
@@ -24,7 +24,7 @@ SLOW_PHASE = 1800.0
 SAVE_MARGIN = 120.0
 # Maximum time between two SIGINTs from one Ctrl-C (from the terminal and the launcher).
 DEBOUNCE = 2.0
-# Time limit for a scheduler's command to answer, or a launcher to exit after its processes exit.
+# Time limit for a scheduler's command to answer, or for a launcher to exit after its processes.
 COMMAND = 20.0
 # Time limit for a host with a slow disk to load Python and JAX, or to write a run's last files.
 SLOW_DISK = 180.0

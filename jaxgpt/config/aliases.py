@@ -205,7 +205,7 @@ WORDPLAY_EXPERIMENTS = {
 # Maps Megatron's --tokenizer-type to the vocabulary size before padding.
 MEGATRON_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
-# Maps each of jaxgpt's keys to a table from other programs' values to jaxgpt's values.
+# Maps jaxgpt's keys to tables that translate other programs' values to jaxgpt's values.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,

@@ -1,4 +1,4 @@
-"""`UsageError`, the error for mistakes that a user can fix, and reading of YAML and JSON."""
+"""`UsageError` for mistakes that the user can fix, and functions that read YAML and JSON."""
 
 import difflib
 import json
@@ -25,7 +25,7 @@ class UsageError(ValueError):
         return "\n".join(" ".join(str(line).splitlines()) for line in self.args)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines for IPython and Jupyter: the user's stack frames and the message."""
+        """Return lines for IPython and Jupyter to show: the user's stack frames and the message."""
         frames = traceback.extract_tb(self.__traceback__)
         hidden = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}site-packages{os.sep}"
         own = [f for f in frames if not any(part in f.filename for part in hidden)]
@@ -44,8 +44,9 @@ def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None
 def expand_user(path: str, key: str = "") -> str:
     """Expand ~ or ~USER at the start of a path. Shells do not expand `key=~/...`.
 
-    Raises `UsageError` if the home directory is unknown, or if the path or a name in it is too long
-    (see `MAX_PATH` and `MAX_NAME`) or contains a null character. The message begins with `key`.
+    Raises `UsageError` if the home directory is unknown, if the path or a name in it is too long
+    (see `MAX_PATH` and `MAX_NAME`), or if the path contains a null character. The message begins
+    with `key`.
     """
     found = path if "\0" in path else os.path.expanduser(path)
     sizes = [len(name.encode(errors="replace")) for name in found.split("/")]
@@ -68,7 +69,7 @@ def in_words(error: Exception) -> str:
 
 
 def parse_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
-    """Return the value of a YAML text. Raises `ValueError` if the text is invalid."""
+    """Parse a YAML string and return its value. Raises `ValueError` if the string is invalid."""
     try:
         return yaml.load(text, loader)
     except RecursionError:
@@ -80,7 +81,7 @@ def parse_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
 
 
 def read_json(path: Path, shape: Any) -> Any:
-    """Return the JSON value in a file.
+    """Parse a JSON file and return its value.
 
     Raises `OSError` if the file is not readable, and `ValueError` if its content is not JSON or
     does not have the given shape (see `check_shape`).
@@ -138,5 +139,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text, or its first `most` characters and `...` if it is longer."""
+    """Return the text, cut to `most` characters followed by `...` if it is longer."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -71,12 +71,12 @@ def _print_note(text: str) -> None:
 
 
 def load_config(config: str = "tiny", *overrides: str) -> Config:
-    """Return the validated configuration of a preset or YAML file, with overrides.
+    """Return the validated configuration of a preset or YAML file, with overrides applied.
 
     `overrides` are command-line arguments for `parse_args`, which is called with its default
     options. Therefore, choices that higher layers define, such as `optimizer.name`, are not
     checked, and model options are not read from train.init_from. Notes are printed to stderr.
-    Raises `UsageError` as `parse_args` does.
+    Raises `UsageError`, as `parse_args` does.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -102,8 +102,8 @@ def parse_args(
 
     `--help` prints all keys and exits with status 0. If the next word is a key (`--help
     model.n_layer`), only this key is printed. Otherwise, if the first word without a dash is a
-    group (`--help model`), only the keys of this group are printed. A misspelt group after `--help`
-    is an error.
+    group (`--help model`) or a key, only that group or key is printed. A misspelled group after
+    `--help` is an error.
     `train.batch_size_per_device` is converted to `train.batch_size` and set to None, unless
     `counts_devices_later` keeps it.
 
@@ -121,7 +121,7 @@ def parse_args(
             user's YAML file, the run directory or the command line. However, a preset in `--config`
             can reduce model.block_size. Called only if train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            Called if `--config` is not given, and the folder in `--out` has no valid config.yaml.
+            Called if `--config` is not given and the folder in `--out` has no valid config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, these keys are not checked.
         note: Called with each remark, such as a note about another program's flags or the computed
@@ -207,7 +207,8 @@ def _sections() -> dict[str, Any]:
 def _check_help_group(argv: Sequence[str]) -> None:
     """Raise `UsageError` if the word after `--help` is not a setting or a group of settings.
 
-    Settings and presets are accepted, because `--help` may appear anywhere on a command line.
+    Options, `key=value` and presets are also accepted, because `--help` may appear anywhere on a
+    command line.
     """
     groups = sorted(_sections())
     known = {*groups, *presets(), *settings()}
@@ -222,8 +223,8 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
     """Return the path and content of the YAML file that a command line overrides.
 
     If the file is another program's default preset, that program's settings are added to `line`.
-    Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, no
-    error is raised for an invalid --config, which is added to the problems instead.
+    Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, an
+    invalid --config is added to them and does not raise an error.
     """
     given = line.words
     try:
@@ -324,16 +325,16 @@ def train_command(
     """Translate another program's arguments.
 
     Returns the jaxgpt.train command, a list of remarks, and a list of the arguments and values that
-    could not be translated. Arguments without an effect in jaxgpt appear only in the remarks.
+    could not be translated. Arguments that have no effect in jaxgpt appear only in the remarks.
     `config` is the preset to use if the arguments neither select a preset nor identify the other
     program. None means no preset. `quote` quotes an argument for the shell. `n_devices` is the
     number of devices, or None if it is unknown. A value with a shell variable, such as $SIZE, is
-    copied unchecked unless it needs conversion. Choices that higher layers define, such as
-    `optimizer.name`, are not checked, and neither are preset names, meshes, lines of data.blend and
-    contradictions between settings. Invalid values with a known fix are corrected, and so are
-    misspelt keys. The remarks explain each correction and omission, except flags of other programs
-    that are set to false or have no further effect, arguments that later ones override, and
-    MaxText's base.yml. If `argv` refers to a DeepSpeed configuration, that file is read.
+    copied unchecked unless it needs conversion. Preset names, meshes, lines of data.blend, choices
+    that higher layers define (such as `optimizer.name`), and contradictions between settings are
+    not checked. Misspelled keys, and invalid values with a known fix, are corrected. The remarks
+    explain all corrections and omissions except these: flags of other programs that are set to
+    false or have no further effect, arguments that later ones override, and MaxText's base.yml. If
+    `argv` refers to a DeepSpeed configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -399,7 +400,7 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 def checked(config: Config, choices: Choices | None = None) -> Config:
     """Validate a configuration, and return the validated copy.
 
-    train.batch_size_per_device is converted to train.batch_size. `parse_args` explains `choices`.
+    train.batch_size_per_device is converted to train.batch_size. For `choices`, see `parse_args`.
     Settings that the chosen optimizer or schedule does not use are accepted. Raises `UsageError` if
     `config` is not a `Config`, if a value is malformed or not one of the choices, if settings
     contradict each other, or if train.batch_size_per_device is set and parallel.mesh contains -1.
@@ -543,7 +544,7 @@ def _settings_in(values: Mapping[str, Any], origin: str) -> Words:
 def _flatten(
     values: Mapping[str, Any], origin: str, prefix: str = ""
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the strings for each `section.key`, and a message for each unknown key.
+    """Return the strings for each `section.key`, and messages about unknown keys and bad sections.
 
     The messages begin with `origin`.
     """
@@ -600,8 +601,9 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     """Return the text of --help: every key with its type, bounds, default and description.
 
     `prog` is the name of the command. `choices` maps keys to allowed values that their types do not
-    list. If `group` is a section or a key, the text has only the keys of that section, or only that
-    key. If not, the text has all keys, the usage and the names of the presets.
+    list. If `group` is a section, the text has only the keys of that section. If it is a key, the
+    text has only that key. Otherwise, the text has the usage, the names of the presets and all
+    keys.
     """
     if group in settings():
         name = group.rpartition(".")[0]

@@ -15,8 +15,8 @@ def should_evaluate(config: Config, step: int) -> bool:
     """Return whether a run evaluates after this step.
 
     A run evaluates every train.eval_interval steps (0 disables this) and after step
-    train.max_iters. The evaluation before the first step is not covered, and a signal or a rewind
-    does not change the result.
+    train.max_iters. This does not cover the evaluation before the first step, and ignores signals
+    and rewinds.
     """
     train = config.train
     return step == train.max_iters or should_run_every(step, train.eval_interval)

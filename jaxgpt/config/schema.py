@@ -508,10 +508,11 @@ class Config:
 
     @property
     def reduces_once(self) -> bool:
-        """True if ZeRO stages 2 and 3 would reduce the gradients of several microbatches together.
+        """True if a step has several microbatches and reduces their gradients only once.
 
-        If parallel.reduce_every=microbatch or parallel.offload=state, gradients are reduced after
-        every microbatch. The result does not depend on parallel.zero_stage.
+        This applies to ZeRO stages 2 and 3, but parallel.zero_stage is not checked. With
+        parallel.reduce_every=microbatch or parallel.offload=state, gradients are reduced after
+        every microbatch.
         """
         many = self.train.gradient_accumulation_steps > 1
         return many and self.parallel.reduce_every == "step" and self.parallel.offload != "state"
@@ -519,7 +520,7 @@ class Config:
     def scans_layers(self, on_cpu: bool) -> bool:
         """Return whether to scan over layers.
 
-        If parallel.scan_layers is None, layers are scanned only on CPUs (`on_cpu`) or if
+        If parallel.scan_layers is None, layers are scanned only if `on_cpu` is True or
         parallel.offload=state.
         """
         if self.parallel.scan_layers is None:
@@ -534,7 +535,7 @@ class Config:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     def __repr__(self) -> str:
-        """Return an expression with the settings that differ from their defaults."""
+        """Return a Python expression with only the settings that differ from their defaults."""
         own = {name: operator.attrgetter(name)(self) for name in settings()}
         changes = [
             f"{name.replace('.', '__')}={value!r}"

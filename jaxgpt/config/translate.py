@@ -1,4 +1,4 @@
-"""Translation of command lines, of jaxgpt and other programs, into words for each setting."""
+"""Translation of command lines for jaxgpt and other programs into strings for each setting."""
 
 import difflib
 import math
@@ -27,12 +27,12 @@ class CommandLine:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # arguments left out of the corrected command
-    corrected: list[str] = field(default_factory=list)  # arguments whose key was misspelt
+    corrected: list[str] = field(default_factory=list)  # arguments with a misspelled key
     shown: dict[str, str] = field(default_factory=dict)  # argument that set each key
     later: dict[str, list[str]] = field(default_factory=dict)  # values still to be converted
     axes: dict[str, dict[str, str]] = field(default_factory=dict)  # argument by mesh axis and flag
     unknown_axes: dict[str, str] = field(default_factory=dict)  # argument left out, by mesh axis
-    rest: str | None = None  # mesh axis of the remaining devices, if a flag sets it
+    rest: str | None = None  # mesh axis that gets the remaining devices, if a flag sets it
     default_config: str = "tiny"  # preset for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
     # settings to add if `default_config` is used
@@ -69,7 +69,7 @@ def translate(
     Args:
         argv: The arguments, which may be flags of other programs.
         presets: The preset files by name.
-        guesses: Replace an unknown key with its probable meaning. If False, replace only misspelt
+        guesses: Replace an unknown key with its probable meaning. If False, replace only misspelled
             keys, and leave out other unknown keys.
         n_devices: The number of devices, or None if it is unknown.
     """
@@ -140,8 +140,8 @@ def _is_known(key: str) -> bool:
 def _meant_by(key: str, guesses: bool) -> str | None:
     """Return the key or flag that an unknown key probably means, or None.
 
-    Without `guesses`, only a misspelt key counts. Other programs have flags with similar names and
-    different meanings, such as rope_min_timescale and rope_max_timescale.
+    If `guesses` is False, only misspelled keys count, because other programs have flags with
+    similar names and different meanings, such as rope_min_timescale and rope_max_timescale.
     """
     meant = _guess_key(key) or _near_flag(key)
     return meant if meant and (guesses or _is_slip(key, meant)) else None
@@ -237,7 +237,7 @@ def _explain_word(
     """Add a problem to `line` for a word that is not an argument.
 
     If the first words in `following` seem to be the word's value, they are removed. `key` is the
-    setting named `word`, if there is one.
+    setting that `word` names, if there is one.
     """
     n_words = 2 if following[:1] == ["="] else 1  # key = value
     values = following[n_words - 1 : n_words]
@@ -355,13 +355,13 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
     """Replace the name of another program's configuration with a preset.
 
-    If no --config is given but the flags identify the program, set the default preset.
+    If no --config is given but the flags identify the program, set `line.default_config`.
     """
     if "config" not in line.words:
         is_wordplay = {"data", "backend"} & line.later.keys() or any(
             _name(shown) in ("model.batch_size", "optimizer.gas") for shown in line.shown.values()
         )
-        size_flag = _name(line.shown.get("micro_batch_size", ""))  # may be misspelt
+        size_flag = _name(line.shown.get("micro_batch_size", ""))  # may be misspelled
         if size_flag and not size_flag.startswith("trainer."):
             line.default_config = "megatron"
             line.default_notes.append(
@@ -418,7 +418,7 @@ def _set_split(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_strategy(line: CommandLine) -> None:
-    """Set the ZeRO stage and the axis of the remaining devices from wordplay or DeepSpeed flags."""
+    """Set the ZeRO stage, and the axis for remaining devices, from wordplay or DeepSpeed flags."""
     later, stage = line.later, None
     if "ds_config" in later:
         stage = _stage_of(line, " ".join(later["ds_config"]))
@@ -444,9 +444,10 @@ def _set_strategy(line: CommandLine) -> None:
 
 
 def _stage_of(line: CommandLine, file: str) -> int | None:
-    """Return a DeepSpeed configuration's ZeRO stage, by default 0.
+    """Return the ZeRO stage in a DeepSpeed configuration, or 0 if it does not set one.
 
-    If the file cannot be read, add a note or a problem to `line`, and return None.
+    If the file cannot be read or its stage is invalid, add a note or a problem to `line`, and
+    return None.
     """
     shown = line.shown["ds_config"]
     try:
@@ -502,7 +503,7 @@ def _set_mesh(line: CommandLine) -> None:
 
 
 def _size(argument: str) -> int | None:
-    """Return the value of a flag for an axis size, or None if it is not a positive number or -1."""
+    """Return the axis size that a flag sets, or None if it is neither -1 nor a whole number."""
     word = re.split("[= ]", argument, maxsplit=1)[1]
     return -1 if word == "-1" else _whole(word)
 
@@ -536,7 +537,7 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
 
 
 def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
-    """Set the number of microbatches as Megatron computes it from both batch sizes.
+    """Set the number of microbatches from both batch sizes, as Megatron does.
 
     If the number of devices is needed but unknown, add a note with the formula instead.
     """
@@ -614,7 +615,7 @@ def _set_maxtext_batch(line: CommandLine) -> None:
 
 
 def _whole(word: str) -> int | None:
-    """Return a whole number of at most 18 digits, or None."""
+    """Convert a string of 1 to 18 decimal digits to an integer. Return None for other strings."""
     return int(word) if word.isdecimal() and len(word) < 19 else None
 
 

@@ -10,7 +10,7 @@ from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
 from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
 
 MAX_UNROLLED_LAYERS = 512  # limit if layers are not scanned; GPT-3 has 96
-MAX_ELEMENTS = 10**15  # limit for all weight matrices of a model together
+MAX_ELEMENTS = 10**15  # limit on the number of weights in all matrices of a model
 
 
 def validate(config: Config) -> None:
@@ -142,7 +142,7 @@ def _check_model(model: ModelConfig) -> None:
     shown = f"model.rope_scaling={' '.join(map(str, scaling))}"
     if len(scaling) not in (0, 1, 4):
         raise UsageError(
-            f"{shown}: must be one factor, or the four values factor, low_freq_factor, "
+            f"{shown}: must be one factor, or four values: factor, low_freq_factor, "
             "high_freq_factor and original_max_position"
         )
     _require(not scaling or scaling[0] >= 1, f"{shown}: the factor must be at least 1")
@@ -347,9 +347,9 @@ def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
         axes = " x ".join(axes_with("splits_sequence"))
         return f"2 x {axes} = {n_chunks} does not divide model.block_size={model.block_size}"
     if model.dropout:
-        return f"a ring has no dropout of attention weights, but model.dropout={model.dropout}"
+        return f"ring attention cannot use attention dropout, but model.dropout={model.dropout}"
     if model.attention not in ("auto", "blockwise"):
-        return f"a ring has its own blockwise kernel, but model.attention={model.attention}"
+        return f"ring attention has its own blockwise kernel, but model.attention={model.attention}"
     return None
 
 
@@ -391,7 +391,7 @@ def with_batch_size(config: Config, shape: MeshShape) -> Config:
 def describe_batch_size(config: Config, shape: MeshShape) -> str:
     """Return a line that explains how `with_batch_size` computes train.batch_size.
 
-    train.batch_size_per_device must be set. Raises `UsageError` as `with_batch_size` does.
+    train.batch_size_per_device must be set. Raises `UsageError`, as `with_batch_size` does.
     """
     train, n = config.train, shape.split_of("splits_batch")
     devices, steps = "devices" if n > 1 else "device", train.gradient_accumulation_steps
@@ -419,7 +419,7 @@ def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: C
 
     The choices are optimizer.schedule and the keys in `choices`. A setting has no effect if the
     chosen value does not use it, but another value does. data.end_of_text has no effect unless
-    data.document_mask is set. Other settings without effect are not detected. Also raises
+    data.document_mask is set. Other settings that have no effect are not detected. Also raises
     `UsageError` if `given` has both train.batch_size and train.batch_size_per_device. `given` holds
     the strings for each key on the command line.
     """

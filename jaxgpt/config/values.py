@@ -20,7 +20,7 @@ def takes_many(kind: Any) -> bool:
 
 
 def strings_of(name: str, kind: Any, value: Any) -> list[str]:
-    """Return a value of the setting `name` as command-line strings."""
+    """Return `value`, a value of the setting `name`, as command-line strings."""
     many = isinstance(value, list | tuple)
     if name == "parallel.mesh" and many:
         return [",".join(map(str, value))]
@@ -97,7 +97,7 @@ def describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals in a union, and None, by their spelling."""
+    """Return the literals in a union, and None, keyed by their spelling."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 

@@ -17,7 +17,7 @@ TRANSFORMERS = "hf:"  # marks a transformers folder, not a run directory
 def transformers_folder(given: str, key: str = "") -> Path:
     """Return the path in `hf:FOLDER` or FOLDER, with ~ expanded.
 
-    Raises `UsageError` if the path is empty or invalid, or the home directory is unknown. The
+    Raises `UsageError` if the path is empty or invalid, or if the home directory is unknown. The
     message begins with `key`.
     """
     if given in ("", TRANSFORMERS):

@@ -1,4 +1,4 @@
-"""Convert weights and commands from other programs: `python -m jaxgpt.convert KIND ... --out DIR`.
+"""Import and export weights, and convert commands: `python -m jaxgpt.convert KIND ... --out DIR`.
 
 Imported weights are saved as the checkpoint of step 0. Start a run from them with
 `train.init_from=DIR`, or generate text with `python -m jaxgpt.sample --run DIR`.
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def parser() -> CommandParser:
-    """Return the parser. The options of each KIND are the arguments of its function."""
+    """Return the parser. The options of each KIND match the parameters of its function."""
     out = CommandParser(
         prog="python -m jaxgpt.convert",
         description=__doc__,
@@ -56,7 +56,7 @@ def parser() -> CommandParser:
         if name == "from-hf":
             kind.add_argument(
                 "--block-size", type=whole_number(bits=31), metavar="N",
-                help="shorten the context of a model with rotary positions to N tokens",
+                help="set the context of a model with rotary positions to N tokens",
             )  # fmt: skip
         if name.startswith("from-"):
             own = "; default: the tokenizer in the imported folder" * (name == "from-hf")

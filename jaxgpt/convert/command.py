@@ -66,7 +66,7 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
         UsageError: if no program in `PROGRAMS` is called, or if the script cannot be read.
     """
     shown, text = " ".join(words), shlex.join(words) if len(words) > 1 else "".join(words)
-    if len(words) == 1 and os.path.isfile(text):  # a command line may be too long for a path
+    if len(words) == 1 and os.path.isfile(text):  # a command line may be too long to be a path
         try:
             text = Path(text).read_text()
         except (OSError, ValueError) as error:
@@ -103,7 +103,7 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _statements(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the statements of a script, and whether each follows `[ ... ]` and `&&` or `||`.
+    """Yield each statement of a script, and whether it follows `[ ... ] &&` or `[ ... ] ||`.
 
     Comments and the keywords `then`, `else` and `do` are left out.
     """
@@ -131,7 +131,8 @@ def _assignments(statement: str) -> list[tuple[str, str, str]] | None:
 def _assign(variables: dict[str, str], name: str, plus: str, value: str) -> None:
     """Set a variable, or append to it if `plus` is not empty.
 
-    The output of a command, such as `$(wc -l hosts)`, is unknown, so the variable is unchanged.
+    The variable is left unchanged if `value` has several unquoted words, such as `$(wc -l hosts)`,
+    because the output of a command is unknown.
     """
     if not value.startswith(("(", "$((")) and len(_split(value)) > 1:
         return
@@ -153,7 +154,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and arithmetic. Unknown variables remain."""
+    """Expand variables and arithmetic. Unknown variables are left unexpanded."""
 
     def value(match: re.Match) -> str:
         name, default = match[1] or match[4], match[3]
@@ -261,7 +262,7 @@ def _other_options(words: list[str]) -> list[str]:
 
 
 def _launcher(words: list[str]) -> tuple[str, int | None]:
-    """Return the jaxgpt.launch prefix for another launcher, and the number of processes.
+    """Return the jaxgpt.launch prefix that replaces a launcher, and the number of processes.
 
     The prefix is an empty string for a single process. The number is None if it is not given. If
     the script computes the number from unknown values, a note is printed, and the prefix has no

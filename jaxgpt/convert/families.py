@@ -21,7 +21,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # type -> its parameters
 LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
-WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families with different types of layers
+WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that can mix types of layers
 
 
 def table_of(model: ModelConfig) -> Table:
@@ -37,9 +37,9 @@ def table_of(model: ModelConfig) -> Table:
 def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
     """Return the model that a folder's config.json describes.
 
-    If `block_size` is not None, it overrides the context length (in tokens). The model has no
-    dropout. Raises `UsageError` if the file cannot be read, if the file or `block_size` is invalid,
-    or if the model family or an option is not supported.
+    If `block_size` is not None, it overrides the context length (in tokens). The returned model has
+    no dropout. Raises `UsageError` if the file cannot be read, if the file or `block_size` is
+    invalid, or if the model family or an option is not supported.
     """
     path = folder / CONFIG
     config = read_json(path)
@@ -96,7 +96,10 @@ class _Keys:
         return value
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value, by default `supported[0]`. Raise `UsageError` if it is not supported."""
+        """Return the value of `key`, or `supported[0]` if it is missing.
+
+        Raises `UsageError` if the value is not supported.
+        """
         value = self.get(key, supported[0])
         if value not in supported:
             words = " or ".join(map(str, supported))
@@ -168,7 +171,7 @@ def _decoder(
 
 
 def _layers(keys: _Keys, default: Sequence[str] | None) -> dict[str, Any]:
-    """Return model.layers, as the shortest repeating pattern, and model.sliding_window.
+    """Return model.layers (the shortest repeating pattern) and model.sliding_window.
 
     Both are left out if no layer has a sliding window. The pattern is also left out if all layers
     have a sliding window. `default` lists the layer types to use if config.json has no layer_types.
@@ -335,8 +338,8 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
     """Return the config.json of a model.
 
     Args:
-        model: with vocab_size set.
-        dtype: "float32" or "bfloat16", for the exported weights.
+        model: its vocab_size must be set.
+        dtype: dtype of the exported weights, "float32" or "bfloat16".
         end_of_text: ID of the end-of-text token, or None if there is no such token.
 
     Raises `UsageError` if no transformers family fits the model.

@@ -74,7 +74,7 @@ def write_weights(
         path: imported file or folder.
         out: folder to create.
         found: imported tensors by name.
-        wanted: slot of each tensor, from `match_tensors`.
+        wanted: slot of each tensor, as returned by `match_tensors`.
         tokenizer: the model's tokenizer, or None if it is unknown.
         companions: names of files to copy from `path` to `out` if they exist.
 
@@ -134,7 +134,8 @@ def to_hf(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum size of a file's tensors in bytes; a larger tensor gets a separate file.
+        max_bytes: maximum total size of the tensors in a file, in bytes. A larger tensor gets a
+            separate file.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if no
     transformers family fits the model, or if a required package (`safetensors` or `tokenizers`) is
@@ -161,9 +162,10 @@ def to_hf(
 
 
 def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each bias, by name, to export as zeros for a GPT-2 without biases.
+    """Return the name and shape of each bias that a GPT-2 without biases lacks.
 
-    GPT-2 in transformers always has biases. The names have GPT-2's prefix.
+    These biases are exported as zeros, because GPT-2 in transformers always has biases. The names
+    include GPT-2's prefix.
     """
     with_bias = dataclasses.replace(model, bias=True)
     return {

@@ -18,7 +18,7 @@ from jaxgpt.models.weights import Weight, weights
 
 @dataclass(frozen=True)
 class Slot:
-    """Location of an external tensor in a jaxgpt array (possibly stacked over layers)."""
+    """Location of an external tensor in a jaxgpt array, which may be stacked over layers."""
 
     weight: Weight
     layer: int | None  # None if the array is not stacked over layers
@@ -107,8 +107,9 @@ def match_tensors(
 ) -> dict[str, Slot]:
     """Return `slots(table, model)`, checked against the tensors in `found`.
 
-    Raises `UsageError` if a tensor is missing, unknown or has the wrong shape, or if the model is
-    too large for JAX. The message begins with `where`. Also raises whatever `weights` raises.
+    Raises `UsageError` if a tensor is missing or unknown, if a tensor has the wrong shape, or if
+    the model is too large for JAX. The message begins with `where`. Also raises whatever `weights`
+    raises.
     """
     if model.n_layer > len(found):
         raise UsageError(f"{where}: has {len(found)} tensors, too few for {model.n_layer} layers")
@@ -159,7 +160,7 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, float32 tensor) in the order of `wanted`, the result of `slots`.
+    """Yield (name, float32 tensor) in the order of `wanted`, as returned by `slots`.
 
     Tensors outside the layers may be yielded in consecutive blocks of rows. Raises `UsageError` if
     the checkpoint cannot be read or is damaged.

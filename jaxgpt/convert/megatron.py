@@ -68,11 +68,12 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that is replicated, or sharded along one dimension over tensor-parallel ranks."""
+    """A tensor that is replicated, or sharded over tensor-parallel ranks along one dimension."""
 
-    parts: tuple[Tensor, ...]  # one for each rank
+    parts: tuple[Tensor, ...]  # one for each tensor-parallel rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
-    # Number of rows without vocabulary padding, or None to keep all rows. Only if `axis` is 0.
+    # Number of rows without vocabulary padding, or None to keep all rows. If `axis` is not 0, this
+    # must be None.
     most_rows: int | None = None
 
     @property
@@ -85,7 +86,7 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return rows [start, stop) as float32. There must be at least one row.
+        """Return rows [start, stop) as float32. The range must not be empty.
 
         If `stop` is None, return all rows from `start` on. Raises `UsageError` if the rows cannot
         be read.
@@ -183,7 +184,7 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Return the arguments in one rank's file, and its tensors by name (see `flat`).
+    """Load one rank's file. Return the arguments, and the tensors by name (see `flat`).
 
     An argument is a number, a string, None, or a list of these. Enum members are replaced with
     their values. Raises `UsageError` if the file cannot be read or is not a supported checkpoint,
@@ -206,14 +207,14 @@ def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
 
 
 def _argument(value: Any) -> Any:
-    """Return `value` if it is a number, a string or a list of these, otherwise None."""
+    """Apply `_plain` to a value, or to each item of a list or tuple."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, a string or the value of an enum member, otherwise None."""
+    """Return a number, a string or an enum member's value. Return None for other objects."""
     if isinstance(value, Inert) and value.arguments:
         value = value.arguments[0]
     return value if isinstance(value, str | int | float) else None
@@ -268,9 +269,9 @@ def merged(
 
     The last stage's copy of a tied token embedding is left out.
 
-    Raises `UsageError` if another tensor rank of a stage does not have all tensors of tensor rank 0
-    with the same shapes, if num_layers is missing or cannot be split into equal stages, or if a
-    sharded tensor has too few dimensions.
+    Raises `UsageError` if a tensor of tensor rank 0 is missing or has a different shape on another
+    tensor rank of the same stage, if num_layers is missing or cannot be split into equal stages, or
+    if a sharded tensor has too few dimensions.
     """
     n_tensor, n_pipeline = (1 + max(rank[i] for rank in ranks) for i in (0, 1))
     n_layer = arguments.get("num_layers")

@@ -15,14 +15,14 @@ class WeightRef(NamedTuple):
     name: str
     form: Form = "same"
     """Layout of the external tensor. "transposed" is (outputs, inputs), as in torch's Linear.
-    "interleaved" is also transposed, with q, k and v of each head next to each other (Megatron)."""
+    "interleaved" is also transposed, with each head's q, k and v next to each other (Megatron)."""
     part: int | None = None
     """Index in a weight that combines several matrices: 0, 1, 2 for q, k, v; 0, 1 for k, v or for
     gate, up."""
 
 
 def linear(name: str, part: int | None = None) -> WeightRef:
-    """Return a reference to the kernel of a torch Linear, which is stored transposed."""
+    """Return a reference to a jaxgpt kernel that torch's Linear stores transposed."""
     return WeightRef(f"{name}/kernel", "transposed", part)
 
 

@@ -79,7 +79,8 @@ def to_nanogpt(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum size of a file's tensors in bytes; a larger tensor gets a separate file.
+        max_bytes: maximum total size of the tensors in a file, in bytes. A larger tensor gets a
+            separate file.
 
     Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
     unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not

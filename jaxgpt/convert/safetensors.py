@@ -17,7 +17,7 @@ from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
-DTYPES = ("F32", "F16", "BF16")  # names of the dtypes in `FLOATS` in safetensors files
+DTYPES = ("F32", "F16", "BF16")  # safetensors' names for the dtypes in `FLOATS`
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SafeTensor:
                 f"{self.path}: {self.name} has dtype {self.dtype}; weights must be one of "
                 f"{', '.join(DTYPES)}"
             )
-        # Open the file for each read, because pages stay in memory until the file is closed.
+        # Reopen the file for each read, because pages stay in memory until the file is closed.
         with _opened(self.path) as file:
             is_whole = start == 0 and stop is None
             array = (
@@ -164,14 +164,14 @@ def write_folder(
 
     Args:
         folder: existing folder to write to.
-        tensors: (name, rows) in the order of `shapes`. A tensor may be split into several
-            consecutive items.
+        tensors: (name, rows) pairs in the order of `shapes`. A tensor may be split into several
+            consecutive pairs.
         shapes: shape of each tensor by name.
         dtype: key of `FLOATS`.
-        max_bytes: maximum size of a shard's tensors, in bytes.
+        max_bytes: maximum total size of the tensors in a shard, in bytes.
 
     Raises `UsageError` if the `safetensors` package is not installed. Errors from writing a file
-    and from `tensors` are propagated.
+    and from iterating over `tensors` are propagated.
     """
     _package()
     from safetensors.numpy import save_file

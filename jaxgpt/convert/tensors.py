@@ -28,8 +28,8 @@ class Tensor(Protocol):
         """Return rows [start, stop) as float32. Raise `UsageError` if they cannot be read.
 
         If `stop` is None, return all rows from `start` on. `stop` must not exceed the number of
-        rows. There must be at least one row. Without arguments, return the whole tensor, even if it
-        is a scalar.
+        rows. The range must not be empty. Without arguments, return the whole tensor, even if it is
+        a scalar.
         """
 
 

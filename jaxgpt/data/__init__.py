@@ -1,4 +1,4 @@
-"""Table of token data formats. The first format that recognises a path opens it."""
+"""Table of token data formats. The first format that recognizes a path opens it."""
 
 from jaxgpt.data import megatron, nanogpt
 from jaxgpt.data.source import Format

@@ -15,7 +15,7 @@ class BatchSizes:
     """
 
     def __init__(self, changes: Iterable[Sequence[int]]):
-        """Initialize from pairs of a first step and a batch size, sorted by step.
+        """Initialize from (first step, batch size) pairs, sorted by step.
 
         If there are no pairs, only `change_after` may be called.
         """

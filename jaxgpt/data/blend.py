@@ -120,7 +120,7 @@ class WeightedInterleave:
     After any n samples, the number of samples from corpus i is within 1 of n * w_i, where w_i is
     its share. This is the chairman assignment problem (R. Tijdeman, Discrete Math. 32, 1980). Its
     solutions are usually built one sample at a time. Here, the sequence is divided into blocks, so
-    that looking up sample n does not require all earlier samples. At each block boundary,
+    that sample n can be found without computing all earlier samples. At each block boundary,
     `_counts_at` computes the counts directly, so that the blocks on both sides can satisfy the
     bound. Inside a block, the bound gives each sample a range of positions, and samples are
     scheduled earliest deadline first. A block is long enough to contain a sample from every corpus.
@@ -142,7 +142,7 @@ class WeightedInterleave:
         self.make_block = functools.lru_cache(maxsize=3)(self._make_block)
 
     def __getitem__(self, n: int) -> tuple[int, int]:
-        """Return (index of sample n's corpus, number of earlier samples from it), for n >= 0."""
+        """Return (corpus of sample n, number of earlier samples from this corpus), for n >= 0."""
         if len(self._weights) == 1:
             return 0, n
         first, before, corpora, numbers = self._block_of(n)
@@ -162,16 +162,16 @@ class WeightedInterleave:
         return block if block[0] <= n else self.make_block(n // self.block - 1)
 
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
-        """Build a block: (first sample, counts before it, corpora and numbers of its samples).
+        """Build a block: (first sample, counts before the block, corpora, sample numbers).
 
-        A sample's number is the number of earlier samples from its corpus in the block.
+        The number of a sample counts the earlier samples from the same corpus in the block.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
         weights, total = self._weights, self._sum
 
         def released(corpus: int) -> tuple[int, int]:
-            """Return (n, corpus): the earliest position n (from 1) for the corpus's next sample."""
+            """Return (earliest position of the next sample, corpus). Positions start at 1."""
             return max(given[corpus] * total // weights[corpus] + 1, first + 1), corpus
 
         given = list(before)
@@ -196,7 +196,7 @@ class WeightedInterleave:
         return first, before, corpora, numbers
 
     def _boundary(self, number: int) -> tuple[int, list[int]]:
-        """Return the first valid boundary at or after number * block, and the counts at it."""
+        """Return the first valid boundary at or after number * block, and the counts there."""
         start = number * self.block
         for n in range(start, start + self.block // 2):
             counts = self._counts_at(n)
@@ -210,7 +210,7 @@ class WeightedInterleave:
         The counts are n w_i, rounded up for the largest remainders and down for the others. Let
         d_i = n w_i - count_i. The next h samples must include at least floor(d_i + h w_i) from
         corpus i. This number is positive for the corpora A = {i: b_i <= h}, where b_i = (1 - d_i) /
-        w_i is the deadline of corpus i. Their samples fit, for every h, if the sums over A satisfy
+        w_i is the deadline of corpus i. For every h, their samples fit if the sums over A satisfy
         d(A) - 1 < (1 - w(A)) b, where b is the last deadline in A. The samples before n must
         satisfy the same condition in reverse order, with -d_i.
         """

@@ -1,4 +1,4 @@
-"""A step's batch: a pure function of (data, seed, batch sizes, step), with O(1) seek.
+"""Batch loader with O(1) seek. A batch is a pure function of (data, seed, batch sizes, step).
 
 JAX is imported only to make global arrays, so `jaxgpt.inspect` can read rows without it.
 """
@@ -106,7 +106,7 @@ class Loader:
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the index of a row's sequence among all sequences of the run, from 0."""
+        """Return the index of a row's sequence among all of the run's sequences (from 0)."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:

@@ -80,9 +80,9 @@ def is_pair(path: Path) -> bool:
 
 
 def open_pair(path: Path) -> OpenSource:
-    """Open the file pair at `path`, which `is_pair` must accept, as the "train" split.
+    """Open a file pair as the "train" split.
 
-    Raises whatever `read_index` raises.
+    `is_pair` must accept `path`. Raises whatever `read_index` raises.
     """
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)

@@ -1,8 +1,8 @@
 """nanoGPT's files: flat arrays of token IDs, uint16 or uint32, little-endian.
 
-A folder has train.bin, val.bin or test.bin and, if jaxgpt wrote it, meta.json. A single .bin file
-has no separate validation data. The loss mask of FILE.bin is FILE.mask.bin, with one byte per
-token: 1 if the token counts as a target, 0 if not.
+A folder has one or more of train.bin, val.bin and test.bin. A folder that jaxgpt wrote also has
+meta.json. A single .bin file has no separate validation data. The loss mask of FILE.bin is
+FILE.mask.bin, with one byte per token: 1 if the token counts as a target, 0 if not.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path) -> OpenSource:
     """Open the files of all splits, with their loss masks.
 
-    The dtype is in meta.json; the default is uint16. Raises `UsageError` if a file listed in
+    meta.json contains the dtype (default: uint16). Raises `UsageError` if a file listed in
     meta.json is missing, if meta.json or a file is damaged, or if meta.json exists but does not
     list a mask file. May raise `OSError` if meta.json or the folder cannot be accessed.
     """
@@ -51,7 +51,7 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
-    The dtype is in the folder's meta.json; the default is uint16. Raises `UsageError` if a file is
+    The folder's meta.json contains the dtype (default: uint16). Raises `UsageError` if a file is
     missing or damaged, or if meta.json exists but does not list the mask file. May raise
     `OSError` if meta.json or the folder cannot be accessed.
     """

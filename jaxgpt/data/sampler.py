@@ -1,8 +1,8 @@
 """Sample order within one source. A sample number is mapped to a token offset in O(1).
 
-Each epoch divides the tokens into windows of T+1 tokens that start T tokens apart, and visits them
-in random order. Each epoch has a new order and a new phase, which shifts all windows. The first and
-last windows are moved inside the split, so every epoch covers every token.
+Each epoch divides the tokens into windows of T+1 tokens that start T tokens apart, and visits the
+windows in random order. Each epoch has a new order and a new phase, which shifts all windows. The
+first and last windows are moved inside the split, so every epoch covers every token.
 
 `permute` produces the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
 visits a window twice for some n, such as 4^8 + 1. Unlike Grain, `permute` processes a block of

@@ -18,7 +18,7 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-# Number of pages to hash and check per split (64 MiB in all), divided among all sources.
+# Number of pages (64 MiB) to hash and check per split, divided among the sources.
 SAMPLED_PAGES = 4096
 OTHER_FILES = 512  # allowance for other open files
 
@@ -71,7 +71,7 @@ class TokenFile:
         try:
             view, found = memoryview(tokens).cast("B"), 0
             while found < len(view) and (n := os.preadv(file, [view[found:]], offset + found)):
-                found += n  # at most 2 GiB at a time
+                found += n  # one call reads at most 2 GiB
         except OSError as error:
             raise UsageError(
                 f"{self.path}: cannot be read at byte {offset} ({error.strerror})"
@@ -146,7 +146,7 @@ class Tokens:
     def check_vocab_range(self, tokens: np.ndarray, start: int, vocab_size: int) -> None:
         """Raise `UsageError` if any of the token IDs is outside the vocabulary.
 
-        `tokens` is a nonempty array, shape (n,). `start` is the offset of `tokens[0]` in
+        `tokens` is a nonempty array of shape (n,). `start` is the offset of `tokens[0]` in
         this part of the file.
         """
         if 0 <= tokens.min() and tokens.max() < vocab_size:
@@ -162,9 +162,9 @@ class Tokens:
         """Yield (offset of the first token, token IDs) for up to `most` evenly spaced pages.
 
         A page has `PAGE` bytes, but the last page may be shorter. Offsets count tokens from the
-        start of this part of the file. The IDs have the file's dtype and shape (n,). The pages
-        include the first page and, if `most` > 1, the last page. An empty part has no pages. Raises
-        `UsageError` if the file cannot be read or is too short.
+        start of this part of the file. Each array of IDs has shape (n,) and the file's dtype. The
+        pages include the first page and, if `most` > 1, the last page. An empty part has no pages.
+        Raises `UsageError` if the file cannot be read or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)

@@ -358,9 +358,9 @@ def load_tokenizer(
             ignored.
         end_of_text: the name of the token between documents. By default, a prepared dataset or a
             SentencePiece model defines this token. For other tokenizers, the default is the
-            `eos_token` from tokenizer_config.json in the same folder, or a common name. If none of
-            these names is in the vocabulary, the tokenizer has no end-of-text token. `end_of_text`
-            is ignored for `byte`.
+            `eos_token` from tokenizer_config.json in the same folder or, failing that, a commonly
+            used end-of-text token. If none of these tokens is in the vocabulary, the tokenizer has
+            no end-of-text token. `end_of_text` is ignored for `byte`.
         names: the names that the user may give instead of a path, for the error message.
 
     Raises:
@@ -430,7 +430,7 @@ def _load_model(content: bytes):
 def _from_gpt2_files(folder: Path) -> bytes:
     """Convert GPT-2's vocabulary files to the content of a tokenizer.json.
 
-    Raises `FileNotFoundError`, with the reason as its message, if the files are missing.
+    If the files are missing, raises `FileNotFoundError` with the reason as its message.
     """
     is_openai = (folder / "encoder.json").is_file()
     names = ("encoder.json", "vocab.bpe") if is_openai else ("vocab.json", "merges.txt")

@@ -29,9 +29,9 @@ PLUGIN_REMEDY = (
     f"install the vendor's JAX plugin (NVIDIA: {_NVIDIA}; AMD: {_AMD}), or set JAX_PLATFORMS=cpu"
 )
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier within a much shorter time
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier with a much smaller spread
 
-Job = Sequence[SimpleNamespace]  # by rank: the result of `collect_facts`
+Job = Sequence[SimpleNamespace]  # facts from `collect_facts`, by rank
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check_versions(job: Job) -> Check:
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
     """Check that MPI works if it is needed, and that no host of the job is left unused.
 
-    Only the numbers of hosts are compared. If the number of allocated hosts is unknown, the result
+    Only the number of hosts is compared. If the number of allocated hosts is unknown, the result
     is WARN.
     """
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
@@ -229,7 +229,7 @@ def check_clocks(cluster: ProcessGroup, clock: Callable[[], float] = time.time) 
     fast, slow = np.argmax(ahead), np.argmin(ahead)
     skew, names = ahead[fast] - ahead[slow], cluster.host_names
     finding = f"{names[fast]} is {skew:.3f} s ahead of {names[slow]}"
-    remedy = "synchronise the hosts with a time server (chronyc tracking shows their status)"
+    remedy = "synchronize the hosts with a time server (chronyc tracking shows their status)"
     return _warn_if(skew > CLOCK_TOLERANCE, "clocks", finding, remedy)
 
 

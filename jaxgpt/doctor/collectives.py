@@ -30,7 +30,7 @@ REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; a slower collective is not run with larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
-CHECKED = 4096  # elements per result to compare with NumPy
+CHECKED = 4096  # maximum number of elements per result that are compared with NumPy
 ALL = None  # used instead of a source device if the result is a sum over all devices
 
 
@@ -38,8 +38,8 @@ ALL = None  # used instead of a source device if the result is a sum over all de
 class CollectiveTest:
     """A collective over one mesh axis, and its expected result.
 
-    n is the number of devices along the axis. Each of them starts with a float32 array (n * part,),
-    or (part,) if `from_parts`.
+    n is the number of devices along the axis. Each device starts with a float32 array of shape
+    (n * part,), or (part,) if `from_parts` is True.
     """
 
     name: str
@@ -49,8 +49,8 @@ class CollectiveTest:
     This is called inside `jax.shard_map`."""
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
     """(device, n, part, positions (k,) in its result) -> (source device, source positions (k,)).
-    Devices are numbered from 0 along the axis. The source device is an int, an array (k,), or `ALL`
-    if the result is a sum over all devices."""
+    Devices are numbered from 0 along the axis. The source device is an int, an array of shape (k,),
+    or `ALL` if the result is a sum over all devices."""
     from_parts: bool = False  # whether each device starts with only one of the n parts
 
 
@@ -185,9 +185,9 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
     """Return the mean seconds per call of a collective on this process.
 
     `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes. It is rounded
-    up so that the devices along the axis have equal parts. All processes call this together. Up to
-    `CHECKED` elements of a result are checked. Raises `ArithmeticError` if one is wrong. XLA's
-    errors are propagated.
+    up so that the devices along the axis have equal parts. Every process must call this. Up to
+    `CHECKED` elements of a result are checked. Raises `ArithmeticError` if an element is wrong.
+    XLA's errors are propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))

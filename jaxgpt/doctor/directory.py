@@ -78,7 +78,7 @@ def scratch_file(directory: Path, option: str = "--out") -> Iterator[str]:
 
 
 def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
-    """Check that this host sees `path`, which process 0 wrote, and can write to its folder.
+    """Check that this host sees process 0's file at `path` and can write to the same folder.
 
     Waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
     directory and its file system. Raises `OSError` as `check_file_system` does.

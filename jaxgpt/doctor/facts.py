@@ -28,13 +28,13 @@ MEMORY_LIMITS = {
 
 
 def _package_versions() -> dict[str, str | None]:
-    """Return the version of each of `PACKAGES`, or None if it is not installed."""
+    """Return the version of each package in `PACKAGES`, or None if it is not installed."""
     found = {name: d.version for d in metadata.distributions() if (name := d.name) in PACKAGES}
     return {package: found.get(package) for package in PACKAGES}
 
 
 def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, Any]:
-    """Return JSON-serialisable facts about this process.
+    """Return JSON-serializable facts about this process.
 
     Every process must call this, after JAX has started. `coordinator` is the entry of that name in
     the result of `initialize_jax`. Comments below explain the keys. Raises `OSError` if the
@@ -68,7 +68,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "accelerators": count_accelerators(),  # number on the host.
         # Bytes that JAX may use on one device; None if the device does not report it.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
-        # Bytes of available host memory (on macOS, of all memory), or the job's limit if lower.
+        # Available host memory in bytes (on macOS, all memory), or the job's limit if it is lower.
         "memory": min([_available_memory(), *_memory_limits()]),
         "shared_memory": shutil.disk_usage(SHARED_MEMORY).free,
         "cores": list(own_cpus()),  # CPUs that this process may run on
@@ -79,10 +79,10 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
     """Return a name for each of this process's devices.
 
-    Different GPUs of a host should get different names. `numbers` are the devices' indices among
-    the visible ones. These indices may not be unique, because device 0 may be a different device in
-    every process: `visible` (the value of a variable such as CUDA_VISIBLE_DEVICES) or a cgroup may
-    select the devices that a process sees.
+    Different GPUs of a host should get different names. `numbers` holds each device's index among
+    the visible devices. These indices may not be unique, because device 0 may be a different device
+    in every process: `visible` (the value of a variable such as CUDA_VISIBLE_DEVICES) or a cgroup
+    may select the devices that a process sees.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]
@@ -99,7 +99,7 @@ def _available_memory() -> int:
 
 
 def _memory_limits() -> list[int]:
-    """Return the memory limits, in bytes, of this process's cgroup and of all its parents."""
+    """Return the memory limits, in bytes, of this process's cgroup and all parent cgroups."""
     cgroups = Path("/proc/self/cgroup")
     files = []
     for line in cgroups.read_text().splitlines() if cgroups.exists() else []:

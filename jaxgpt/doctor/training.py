@@ -83,7 +83,7 @@ def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Che
     finding += f" on {count(n_devices, 'device')}; "
     remedy = "run again with JAX_PLATFORMS=cpu; if that passes, suspect the driver or a device"
     if not right:
-        finding += f"it should fall by 0.5 or more from about {unlearned:.2f}"
+        finding += f"it should fall by more than 0.5 from about {unlearned:.2f}"
     elif differing:
         finding += f"process {differing[0]} differs from process 0 in its losses or parameters"
     elif len(hashes) > 1:

@@ -121,7 +121,7 @@ def input_folder(
     writes these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes
     must call this. Raises `UsageError` if --input is combined with a split other than `ALL` or with
     another data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises
-    `OSError` as `host_folder` and `write_nanogpt` do.
+    `OSError`, as `host_folder` and `write_nanogpt` do.
     """
     if arguments.input is None:
         yield settings
@@ -159,7 +159,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Start JAX, evaluate a checkpoint in a run directory, and return its `loss_record`.
 
-    All processes must call this. Process 0 prints warnings on stderr. `arguments` come from
+    All processes must call this. Process 0 prints warnings to stderr. `arguments` come from
     `parser`, and `settings` are data settings such as "data.path=DIR". Raises `UsageError` if the
     checkpoint, the mesh, the data or an option cannot be used. Also raises whatever `input_folder`
     and `Model` raise.

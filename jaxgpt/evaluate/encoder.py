@@ -17,7 +17,7 @@ class Encoder(NamedTuple):
 
     tokenizer: Tokenizer
     prefix: int
-    """Token ID that replaces an empty context: the first known of BOS, EOS, end-of-text and 0."""
+    """Token ID that replaces an empty context: BOS, else EOS, else end-of-text, else 0."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 

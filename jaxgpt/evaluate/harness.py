@@ -1,4 +1,4 @@
-"""The model `jaxgpt` for EleutherAI's lm_eval. Importing this file registers it."""
+"""The model `jaxgpt` for EleutherAI's lm_eval. Importing this file registers the model."""
 
 import collections
 from collections.abc import Sequence

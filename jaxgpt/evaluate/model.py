@@ -171,15 +171,15 @@ class Rows(NamedTuple):
     """Rows of tokens to score."""
 
     size: int  # number of rows
-    length: int  # T, a result of `Model.row_length`; a row has up to T+1 tokens
-    read: Callable[[int], np.ndarray]  # row index -> token IDs of the row, at most (T+1,)
+    length: int  # T, as returned by `Model.row_length`; a row has up to T+1 tokens
+    read: Callable[[int], np.ndarray]  # row index -> the row's token IDs, at most T+1
 
 
 class Model:
     """A model on a mesh.
 
     All processes must call its methods with the same arguments, and must take the same number of
-    items from its iterators. Methods that use the parameters raise `UsageError` as `params` does,
+    items from its iterators. Methods that use the parameters raise `UsageError`, as `params` does,
     and `RuntimeError` if JAX fails.
     """
 
@@ -196,7 +196,7 @@ class Model:
         Args:
             trained: the checkpoint.
             batch_size: number of rows to score at once. It is rounded up to a multiple of the
-                number of devices that the batch is sharded over.
+                number of batch shards.
             cluster: the processes of the job.
             params: the checkpoint's parameters, already on the mesh.
             lock: lock of the trainer that owns the parameters. The trainer holds the lock during
@@ -256,7 +256,7 @@ class Model:
         self._params, self.trained = params, replace(self.trained, step=step)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(params, *arguments)`. Raises `UsageError` as `params` does."""
+        """Return `function(params, *arguments)`. Raises `UsageError`, as `params` does."""
         with self._lock:
             check_exists(self._params, "failed; load or restore the model")
             return function(self._params, *arguments)
@@ -285,9 +285,9 @@ class Model:
     def row_length(self, n: int) -> int:
         """Return the padded length for a row of n inputs.
 
-        To limit the number of compilations, the length is a power of 2 and at least `LEAST_LENGTH`.
-        It is then rounded up so that the sequence and the heads can be sharded evenly. The result
-        is at most `block_size`.
+        To limit the number of compilations, `n` is rounded up to a power of 2, at least
+        `LEAST_LENGTH`. The length is then rounded up so that it can be divided evenly over the mesh
+        axes that split the sequence or the heads. The result is at most `block_size`.
         """
         length = max(LEAST_LENGTH, 2 ** (n - 1).bit_length()) if n else LEAST_LENGTH
         shape = self.mesh_shape
@@ -666,9 +666,9 @@ class LogLikelihood(NamedTuple):
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
     """Return the log-likelihood of each continuation, in the order of `pairs`.
 
-    A context must have at least one token, and a continuation at most `model.block_size` tokens.
-    The caller must ensure that all tokens are in the vocabulary. A context is truncated on the left
-    if it is too long. All processes must call this. Raises whatever `Model.score` raises.
+    A context must have at least one token, and a continuation must have at most `model.block_size`
+    tokens. The caller must ensure that all tokens are in the vocabulary. A context is truncated on
+    the left if it is too long. All processes must call this. Raises whatever `Model.score` raises.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
     by_length = defaultdict(list)

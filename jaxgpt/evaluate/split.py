@@ -247,7 +247,7 @@ def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
     """Return the total loss of each corpus, by name, summed in float64 on the host.
 
-    The order of the sum does not depend on the batch size or the mesh. `n_bytes` is the result of
+    The order of summation does not depend on the batch size or the mesh. `n_bytes` is the result of
     `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file cannot be read
     or a loss mask is invalid.
     """

@@ -14,8 +14,8 @@ class Written(NamedTuple):
 def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> Written:
     """Return the text that later tokens will not change, and whether it is complete.
 
-    Unless `is_last`, this leaves out a suffix that may begin a stop string, or that consists of the
-    bytes of an incomplete character (U+FFFD).
+    Unless `is_last`, this leaves out a suffix that may be the beginning of a stop string. It also
+    leaves out any U+FFFD at the end, which stands for the bytes of an incomplete character.
 
     Args:
         prompt: the prompt.

@@ -30,14 +30,14 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
-    """Round x to an FP8 dtype, after multiplying it by the largest power of two that fits.
+    """Scale x by the largest power of two that avoids overflow, and round it to an FP8 dtype.
 
     x is float32 or bfloat16. Scaling by a power of two adds no rounding error, unless elements
     become subnormal or 0. In E4M3, this affects only elements below 1/14,000 of max(largest
     absolute value, 1e-30).
 
-    Inside `shard_map`, each device scales its own part of x, so no communication is needed. Scales
-    are divided out before partial products are summed over devices.
+    Inside `shard_map`, each device scales its own part of x, so no communication is needed.
+    Partial products are rescaled before they are summed over devices.
 
     If x contains NaN or infinity, all elements of a product with x are NaN.
     """
@@ -56,8 +56,8 @@ def _dequantize(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 def float8_matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     """Return x W with both operands in FP8, contracted as in `kernels.linear.matmul`.
 
-    x, W and the result have the same dtype, float32 or bfloat16. The backward pass also multiplies
-    in FP8. Only the `Quantized` x and W are kept for it.
+    x, W and the result have the same dtype, float32 or bfloat16. Only the `Quantized` x and W are
+    kept for the backward pass, which also multiplies in FP8.
     """
     return _forward(x, w, n)[0]
 
@@ -91,7 +91,7 @@ def check_float8(platform: str, capability: float) -> list[str]:
         capability: CUDA compute capability of the devices; 0 if they are not NVIDIA GPUs.
 
     Raises:
-        UsageError: if the platform is `gpu`, but the devices are not NVIDIA GPUs with FP8.
+        UsageError: if the platform is `gpu` but the devices are not NVIDIA GPUs with FP8.
     """
     if platform != "gpu":
         return ["train.matmul_dtype=float8 is emulated on these devices, which makes steps slower"]

@@ -18,7 +18,7 @@ def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     the same dtype, which is also the dtype of the result. Only reverse-mode differentiation is
     supported.
 
-    The gradient of W is a single matmul, whose result has the dims in W's order. JAX's gradient of
+    The gradient of W is a single matmul, whose result has its dims in W's order. JAX's gradient of
     `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose activations.
     """
     return _forward(x, w, n)[0]
@@ -47,7 +47,7 @@ matmul.defvjp(_forward, _backward)
 def matmul_parts(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, ...]:
     """Return the slices of `matmul(x, w, n)` along the first output dim, as separate arrays.
 
-    There are w.shape[n] slices, which do not have that dim. A separate matmul computes each slice.
+    There are w.shape[n] slices, each without that dim. A separate matmul computes each slice.
     cuDNN attention needs q, k and v in contiguous arrays. Copying q, k and v out of a single result
     would move 2% more bytes in a step of `gpt2` on an H100. The gradient is computed as in
     `matmul`, because separate matmuls would not save copies in the backward pass.

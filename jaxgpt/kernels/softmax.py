@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def max_and_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return m = max(x) and sum(exp(x - m)) over the last axis of x.
 
-    For x (..., V), the results have shape (...) and x's dtype. This function is not meant to be
-    differentiated. If the maximum is infinite, the sum is unspecified.
+    For x of shape (..., V), the results have shape (...) and x's dtype. Do not differentiate this
+    function. If the maximum is infinite, the sum is unspecified.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 
@@ -22,7 +22,7 @@ def _in_two_passes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_one_pass(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merge (maximum, sum) pairs of parts of x (arXiv 1805.02867, section 3.1)."""
+    """Reduce x by merging the (maximum, sum) pairs of its parts (arXiv 1805.02867, section 3.1)."""
 
     def merge(
         a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]

@@ -80,13 +80,13 @@ class Kernel(NamedTuple):
     max_masked_T: float = math.inf  # with a document mask, `auto` skips the kernel above this size
     stores_scores: bool = False  # whether the kernel keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
-    """Make a kernel with similar memory use, which `jaxgpt.plan` can compile on a CPU.
+    """Make a kernel that needs about as much memory and that `jaxgpt.plan` can compile on a CPU.
 
     If None, `jaxgpt.plan` compiles this kernel."""
 
 
 def _cudnn_obstacle(setting: AttentionSetting) -> str | None:
-    """Return why the cuDNN kernel cannot run, or None if it can."""
+    """Return the reason why the cuDNN kernel cannot run, or None if it can."""
     config, K = setting.config, setting.config.head_size
     largest = 256 if setting.capability >= 9 else 128  # head size: Hopper supports larger heads
     if setting.platform != "gpu" or setting.capability < 8:
@@ -204,7 +204,7 @@ def stores_scores(config: ModelConfig) -> bool:
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
     """Return a warning if `auto` chooses a slower kernel on a GPU that supports cuDNN attention.
 
-    Slower kernels are those after `cudnn` in `KERNELS`. `kernel` and `reason` are the results of
+    The kernels after `cudnn` in `KERNELS` are slower. `kernel` and `reason` are the results of
     `choose_attention`.
 
     Returns:
@@ -235,7 +235,7 @@ def causal_attention(
     `shakespeare_char` step on a CPU. Dropout masks depend on the block boundaries.
 
     Args:
-        dropout: rate at which attention weights are dropped, unless `keys_BH` is None.
+        dropout: dropout rate of the attention weights; ignored if `keys_BH` is None.
         attend: function that computes the attention of one block, by default `xla_attention`.
 
     Returns:
@@ -286,7 +286,7 @@ def xla_attention(
 
     Args:
         keys_BH: a dropout key for each row and head; None disables dropout.
-        dropout: rate at which attention weights are dropped, unless `keys_BH` is None.
+        dropout: dropout rate of the attention weights; ignored if `keys_BH` is None.
         block: number of the query block. Blocks with equal `keys_BH` need different numbers, so
             that their dropout masks differ.
     """
@@ -366,7 +366,7 @@ def _distinct_scales(head_size: int) -> Iterator[float]:
 
     This holds for the first 20,000 floats and for every head size that cuDNN supports.
 
-    If calls of the deterministic kernel are identical, for example in different layers, XLA handles
+    If calls to the deterministic kernel are identical, for example in different layers, XLA handles
     only one of them (github.com/openxla/xla/pull/46500). Different scales make the calls distinct.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
@@ -415,8 +415,8 @@ def blockwise_attention(*operands: Any, dropout: float = 0.0) -> jax.Array:
     its length has no suitable divisor (see `_scanned_attention`).
 
     Args:
-        operands: the arguments of an `Attention`.
-        dropout: rate at which attention weights are dropped, unless `keys_BH` is None.
+        operands: the arguments of an `Attention` function.
+        dropout: dropout rate of the attention weights; ignored if `keys_BH` is None.
     """
     return causal_attention(*operands, dropout=dropout, attend=_scanned_attention)
 

@@ -158,8 +158,8 @@ def decode_step(
             full block at position 0. If T > 1, all positions must be below block_size.
         position: position of the first new token. With learned positions, all positions must be
             below block_size.
-        last: index in `tokens_1T` of the last token. Tokens after this index are padding. After a
-            full block with padding, some tokens may be missing from the cache.
+        last: index of the last real token in `tokens_1T`. Later tokens are padding. After a full
+            block with padding, some tokens may be missing from the cache.
 
     Returns:
         float32 logits_1V for the token that follows the last token, and the cache with the new
@@ -219,7 +219,7 @@ class PerLayer(tuple):
     """One array for each layer, instead of one array with a leading axis L.
 
     `jax.tree.map` treats it as a single leaf, because JAX does not traverse subclasses of tuple
-    except named tuples.
+    other than named tuples.
     """
 
 

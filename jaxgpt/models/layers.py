@@ -22,7 +22,7 @@ from jaxgpt.models.rope import Rotation
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext
 
-INIT_STD = 0.02  # GPT-2's value, for every matrix and embedding
+INIT_STD = 0.02  # GPT-2's value; row-parallel layers divide it by sqrt(2L)
 VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of 128, so that they can be sharded
 
 # (x, W, number of dims to contract) -> x W
@@ -190,7 +190,7 @@ class Linear(nnx.Module):
 class LayerKind(NamedTuple):
     """Attention options that may differ between layers."""
 
-    window: int | None  # positions that a query attends to, including its own; None means all
+    window: int | None  # maximum number of visible keys, including the query's own; None means all
     rope_theta: float  # RoPE base
     rope_scaling: tuple[float, ...]  # values of model.rope_scaling
 
@@ -211,7 +211,7 @@ def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 class AttentionInputs(NamedTuple):
-    """Attention inputs, other than hidden states, that layers of the same kind share."""
+    """Attention inputs that layers of the same kind share. Hidden states are not included."""
 
     attend: Attention
     at: TokenPositions  # of whole rows, even if the sequence is split over devices
@@ -313,7 +313,7 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def keys_for(keys_B: jax.Array | None, numbers_N: jax.Array) -> jax.Array | None:
-    """Fold each number into each row's key. Returns keys_BN, or None if `keys_B` is None."""
+    """Return keys_BN, with each number folded into each row's key, or None if `keys_B` is None."""
     if keys_B is None:
         return None
     fold_in = jax.random.fold_in

@@ -29,7 +29,7 @@ class TokenScores(NamedTuple):
 class OutputLayer(NamedTuple):
     """One device's shard of the layer that computes logits from hidden states."""
 
-    w_VD: jax.Array  # this device's shard of the vocabulary
+    w_VD: jax.Array  # the weight's rows for this device's shard of the vocabulary
     vocab_offset: Any  # token ID of the shard's first row
     config: ModelConfig
     parallel: ParallelContext = NO_PARALLELISM
@@ -52,8 +52,8 @@ class OutputLayer(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the weighted loss of each target, float32 (B, T), and this device's logits_BTV.
 
-        The loss is a `cross_entropy` in nats, times the weight.
-        A target with weight 0 has a loss of 0, even if its cross-entropy is not finite.
+        A target's loss is its `cross_entropy` in nats, multiplied by its weight. A target with
+        weight 0 has a loss of 0, even if its cross-entropy is not finite.
         """
         logits_BTV = self.logits(x_BTD)
         losses_BT = cross_entropy(logits_BTV, targets_BT, self.vocab_offset, self.parallel)
@@ -98,7 +98,7 @@ def _cross_entropy_forward(
 def _cross_entropy_backward(
     parallel: ParallelContext, kept: tuple[Any, ...], d_BT: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    """Return d (softmax(logits) - one_hot(target)) for this device's vocabulary shard."""
+    """Return d_BT * (softmax(logits) - one_hot(target)) for this device's vocabulary shard."""
     del parallel  # no communication is needed
     logits_BTV, targets_BT, vocab_offset, largest_BT, sums_BT = kept
     softmax_BTV = jnp.exp(logits_BTV - largest_BT[..., None]) * (d_BT / sums_BT)[..., None]
@@ -122,7 +122,7 @@ def loss_parts(
 ) -> LossParts:
     """Return the weighted cross-entropy, summed over all targets and over each row's targets.
 
-    To add metrics of the logits, extend this function (train/README.md).
+    To add metrics computed from the logits, extend this function (see train/README.md).
 
     Args:
         x_BTD: the output layer's input.
@@ -200,7 +200,7 @@ def _split_chunks(arrays_BT: Any, chunk: int) -> Any:
 
 
 def _merge_chunks(values_PN: Any, shape: tuple[int, int]) -> Any:
-    """Undo `_split_chunks` for one value per token: return arrays (B, T) without the padding."""
+    """Undo `_split_chunks`: join chunks (P, N) into arrays (B, T) without the padding."""
     B, T = shape
     return jax.tree.map(lambda x_PN: x_PN.reshape(-1)[: B * T].reshape(B, T), values_PN)
 

@@ -13,8 +13,8 @@ from jaxgpt.models.layers import LayerBuilder
 
 # Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
 # experts. Each loss is a sum over the row's tokens, and is equal on all devices along the `tensor`
-# axis. The training loss is the mean cross-entropy of the targets plus, for each auxiliary loss,
-# its mean over all tokens of the global batch.
+# axis. The training loss is the mean cross-entropy of the targets plus the mean of each auxiliary
+# loss over all tokens of the global batch.
 AuxLosses = dict[str, jax.Array]
 
 
@@ -74,7 +74,7 @@ def _gated_backward(
     gate_BTF, up_BTF = _gate_and_up(both_BT2F)
     active_BTF, pull_back = jax.vjp(activation, gate_BTF)
     (d_gate_BTF,) = pull_back(d_BTF * up_BTF)
-    # Select instead of stacking, because on GPUs XLA would first write both float32 gradients.
+    # Select, because stacking would make XLA materialize both float32 gradients on GPUs.
     is_gate = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 2, 1), 2) == 0
     d_BT2F = jnp.where(is_gate, d_gate_BTF[:, :, None], (d_BTF * active_BTF)[:, :, None])
     return (d_BT2F.astype(both_BT2F.dtype),)

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Rotation(NamedTuple):
-    """Float32 cosines and sines of the rotation angles of F = K/2 pairs at each position."""
+    """Float32 cosines and sines of the rotation angles at each position, for F = K/2 pairs."""
 
     cos_TF: jax.Array  # (T, F), or (B, T, F) if positions differ between rows
     sin_TF: jax.Array
@@ -30,7 +30,7 @@ class Rotation(NamedTuple):
 def make_rotation(
     head_size: int, positions_T: jax.Array, theta: float, scaling: tuple[float, ...]
 ) -> Rotation:
-    """Return the rotation of queries and keys at positions (T,) or (B, T).
+    """Return the rotation for queries and keys at positions (T,) or (B, T).
 
     For the other arguments, see `rope_frequencies`.
     """
@@ -40,7 +40,7 @@ def make_rotation(
 
 
 def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = ()) -> np.ndarray:
-    """Return the angle per position, in radians, of each of the K/2 pairs: float32 (K/2,).
+    """Return the rotation angle per position of each of the K/2 pairs, in radians: float32 (K/2,).
 
     Args:
         head_size: K, an even number.

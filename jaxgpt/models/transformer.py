@@ -108,8 +108,8 @@ class GPT(nnx.Module):
             loss_chunk: value of train.loss_chunk, a number of tokens.
             keeps_tables: gather the token embedding once, and reuse it in a tied output layer. This
                 is valid only if the network is created, used and dropped within one trace.
-            stacked: converts a function (key -> block) to a function (L keys -> L stacked blocks),
-                like `nnx.vmap`.
+            stacked: function that turns a function (key -> block) into a function (L keys -> L
+                stacked blocks), such as `nnx.vmap`.
             rngs: random keys for the initial parameters.
 
         Raises:
@@ -157,11 +157,10 @@ class GPT(nnx.Module):
     def embed(self, batch: Batch, key: jax.Array | None = None) -> jax.Array:
         """Return the first block's input, x_BTD in the compute dtype.
 
-        It is the sum of token embeddings and (if model.position=learned) position embeddings, with
-        dropout. If model.scale_embeddings is set, token embeddings are multiplied by sqrt(D), which
-        is rounded to the compute dtype. If model.position=learned, positions must be below
-        block_size. Unless there is a document mask, they must also be consecutive and the same in
-        all rows.
+        If model.scale_embeddings is set, token embeddings are multiplied by sqrt(D), which is
+        rounded to the compute dtype. If model.position=learned, position embeddings are added, and
+        positions must be below block_size. Without a document mask, learned positions must also be
+        consecutive and the same in all rows. Dropout is applied last.
 
         Args:
             key: dropout key; None disables dropout.
@@ -204,9 +203,10 @@ class GPT(nnx.Module):
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. If
-            `measures_blocks` is set, the second result instead maps each of the L layers (`000`,
-            `001`, ...) to a float32 array (B,): the sum of squares of the block's output over this
-            device's positions. Layers that this network does not have are mapped to zeros.
+            `measures_blocks` is set, the second result is instead a dict with a float32 array (B,)
+            for each of the L layers (`000`, `001`, ...). The array is the sum of squares of the
+            block's output over this device's positions, or zeros for a layer that this network does
+            not have.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]

@@ -57,7 +57,7 @@ class Weight:
 
     @property
     def is_decayed(self) -> bool:
-        """True for matrices and embeddings, which have weight decay, as in nanoGPT."""
+        """True for matrices and embeddings, the only weights with weight decay (as in nanoGPT)."""
         return self.role not in VECTOR_ROLES
 
     @property
@@ -113,8 +113,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the total number of parameters, and the number without lookup embeddings.
 
     Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, if weights
-    are untied, the token embeddings. If weights are tied, nanoGPT reports the second number. Raises
-    `UsageError` under the same conditions as `weights`.
+    are untied, the token embeddings. If weights are tied, the second number is the one that nanoGPT
+    reports. Raises `UsageError` under the same conditions as `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES

@@ -1,4 +1,4 @@
-"""Table of optimizers, which is used to check `optimizer.name` and its keys before JAX starts."""
+"""Table of optimizers, used to check `optimizer.name` and its keys before JAX starts."""
 
 import importlib
 from typing import TYPE_CHECKING

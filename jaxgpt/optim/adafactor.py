@@ -108,9 +108,9 @@ def _divide_factored(
 
 
 def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
-    """Clip the RMS of each matrix's direction, then multiply by the RMS of the parameters.
+    """Clip the RMS of each matrix's direction, then multiply the direction by the parameters' RMS.
 
-    If the RMS of the parameters is less than `MIN_SCALE`, multiply by `MIN_SCALE` instead. Vectors
+    If the parameters' RMS is less than `MIN_SCALE`, multiply by `MIN_SCALE` instead. Vectors
     are handled like matrices.
     """
     _, inputs, outputs = weight.matrix_dims

@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalisation of many matrices, distributed over the devices of a mesh."""
+"""Newton-Schulz orthogonalization of many matrices, distributed over the devices of a mesh."""
 
 import functools
 import itertools
@@ -30,10 +30,10 @@ class StackSpec(NamedTuple):
 
 
 class View(NamedTuple):
-    """A weight as a stack of matrices."""
+    """A weight viewed as a stack of matrices."""
 
     stack_spec: StackSpec
-    order: tuple[int, ...]  # the weight's dimensions in the order: stack, rows, columns
+    order: tuple[int, ...]  # the weight's dimensions, ordered as stack, rows, columns
     n_stacked: int  # number of stacked dimensions
     n_first: int  # number of dimensions that form the rows
     n_matrices: int  # number of matrices in the full weight
@@ -51,15 +51,15 @@ class View(NamedTuple):
 
 
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
-    """Return `updates` with each matrix orthogonalised by `newton_schulz`.
+    """Return `updates` with each matrix orthogonalized by `newton_schulz`.
 
     `parameters` describes the weights to update. Matrices with the same `StackSpec` are stacked
-    across weights and layers, and each device of the mesh computes an equal share of the stack. If
+    across weights and layers, and each device of the mesh processes an equal share of the stack. If
     the matrices are sharded, one all-to-all gives each device the full matrices of its share, and
     another returns the results to their shards. If the matrices are replicated, an all-gather
     copies the results to all replicas. The stack is padded to a multiple of the number of devices.
-    If there is a mesh of accelerators, the computation is in bfloat16, as in Keller Jordan's code.
-    On CPUs or without a mesh, it is in float32. The results have the dtype of `updates`.
+    On a mesh of accelerators, the computation is in bfloat16, as in Keller Jordan's code. On CPUs
+    or without a mesh, it is in float32. The results have the dtype of `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -81,7 +81,7 @@ def orthogonalize(updates: Params, parameters: Parameters) -> Params:
 def view(weight: Weight, spec: PartitionSpec) -> View:
     """Return the view of a weight, given its sharding `spec`.
 
-    The view may transpose a matrix and permute its rows and columns. Orthogonalisation commutes
+    The view may transpose a matrix and permute its rows and columns. Orthogonalization commutes
     with transposition and permutation, and `View.unstack` undoes them.
     """
     spec = (*spec, *[None] * (len(weight.shape) - len(spec)))
@@ -98,7 +98,7 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
-    """Return matrices (N, R, C) with their singular values moved close to 1; R must not exceed C.
+    """Move the singular values of matrices (N, R, C) close to 1. R must not exceed C.
 
     Singular values above 0.2% of (Frobenius norm + 1e-7) end up between 0.68 and 1.21, up to
     rounding. A zero matrix stays zero. If the square of the norm overflows float32, the result is
@@ -154,7 +154,7 @@ def _n_devices(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> int:
 def _orthogonalize_shards(
     views: list[View], mesh_shape: Mapping[str, int], dtype: jnp.dtype, arrays: list[jax.Array]
 ) -> list[jax.Array]:
-    """Orthogonalise this device's shard of each weight."""
+    """Orthogonalize all weights, given this device's shards. Return the new shards."""
     out = list(arrays)
     for stack_spec, numbers in _group_by_spec(views).items():
         stacks = [views[i].stack(arrays[i]) for i in numbers]
@@ -168,7 +168,7 @@ def _orthogonalize_shards(
 def _distribute(
     shards_NRC: jax.Array, stack_spec: StackSpec, mesh_shape: Mapping[str, int]
 ) -> jax.Array:
-    """Orthogonalise N matrices, given this device's shards (N, R, C). Return the new shards."""
+    """Orthogonalize N matrices, given this device's shards (N, R, C). Return the new shards."""
     split_over = sum(stack_spec.axes, ())
     copied_over = tuple(a for a in mesh_shape if a not in split_over + stack_spec.stack_axes)
     n_shards, n_copies = (_n_devices(axes, mesh_shape) for axes in (split_over, copied_over))

@@ -41,9 +41,9 @@ def gated_update(
     """Return `update(parameters, gradients, *old)` if the update is due, else `old` unchanged.
 
     Args:
-        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py, which is False if the
-            loss or the gradient norm is not finite, or if `spike.action` rejects the update as a
-            spike. If `is_due` is None, every update is due.
+        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
+            or the gradient norm is not finite, or if the step is a spike and `spike.action` is
+            skip_update. If `is_due` is None, every update is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
         on_cpu: use the gate that needs less memory on a CPU. Ignored if `by_layer` is True.
@@ -83,11 +83,12 @@ def _layerwise_update(
     gradients: Params,
     *old: Any,
 ) -> tuple[Params, Any]:
-    """Compute `gated_update` one layer at a time. Each array stays in device or host memory.
+    """Compute `gated_update` one layer at a time.
 
-    A scan over the layers calls `update` with the `Parameters`, gradients, parameters and optimizer
-    state of one layer. A separate call updates the weights outside the layers and any state without
-    a layer dimension, such as an update count.
+    Each new array is stored in the same memory, host or device, as the old one. A scan over
+    the layers calls `update` with the `Parameters`, gradients, parameters and optimizer state of
+    one layer. A separate call updates the weights outside the layers and any state without a layer
+    dimension, such as an update count.
     """
 
     def gated(parameters: Parameters, gradients: Params, old: Any) -> Any:
@@ -163,9 +164,9 @@ def _is_dict(x: Any) -> bool:
 
 
 def global_norm(gradients: Params) -> jax.Array:
-    """Return the L2 norm over all arrays, a scalar of the arrays' dtype.
+    """Return the L2 norm over all arrays, as a scalar of the same dtype.
 
-    If any array is in host memory, layers are moved to the device one at a time. If none is, the
+    If any array is in host memory, layers are moved to the device one at a time. Otherwise, the
     arrays are sorted, so that the norm does not depend on how layers are grouped into modules. The
     sort key consists of the first component and the last two components of an array's path.
     """
@@ -195,10 +196,10 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. If clipping is
-    enabled, the result agrees with optax.clip_by_global_norm up to rounding, a NaN norm makes all
-    results NaN, and an infinite norm makes finite gradients 0. optax is not used, because it would
-    compute the norm over all devices a second time.
+    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, the
+    result agrees with optax.clip_by_global_norm up to rounding. A NaN norm then makes all results
+    NaN, and an infinite norm makes finite gradients 0. optax is not used, because it would compute
+    the norm over all devices a second time.
     """
     if limit == 0:
         return gradients

@@ -15,8 +15,8 @@ MeshAxes = str | tuple[str, ...]  # one or more mesh axes, outermost first
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    `dimension` is at least 0, and its size must be divisible by the number of devices. The backward
-    pass is `all_gather`.
+    `dimension` must not be negative. Its size must be divisible by the number of devices. The
+    backward pass is `all_gather`.
 
     On CPUs with `jax.distributed`, an all-to-all and a local sum replace `jax.lax.psum_scatter`.
     This sends the same number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently
@@ -29,7 +29,7 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
-    """Concatenate the devices' shards `x` along `dimension`, which is at least 0.
+    """Concatenate the shards `x` of all devices along `dimension`, which must not be negative.
 
     The backward pass is `reduce_scatter`.
     """
@@ -72,7 +72,7 @@ def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
         shape.append(n * math.prod(mesh.shape[axis] for axis in axes))
         start.append(jax.lax.axis_index(axes) * n if axes else 0)
     zeros = varying(jnp.zeros(shape, own.dtype), frozenset(over))
-    # If the sequence is not split, each sum has only one nonzero term, so it is exact.
+    # If the sequence is not split, each sum has only one nonzero term and is therefore exact.
     return jax.lax.psum(jax.lax.dynamic_update_slice(zeros, own, start), over)
 
 

@@ -17,8 +17,8 @@ def make_mesh(
 ) -> Mesh:
     """Return a mesh of the given devices, whose number must equal `shape.n_devices`.
 
-    Devices are ordered by host, process and ID, so that the last axis, `tensor`, stays within a
-    host if possible, and the first axes, `stage` and `data`, span hosts. On one host with CPUs or
+    Devices are ordered by host, process and ID. The last axis (`tensor`) therefore stays within a
+    host if possible, and the first axes (`stage` and `data`) span hosts. On one host with CPUs or
     GPUs, `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
     `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
 
@@ -38,7 +38,7 @@ def make_mesh(
 
 
 def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
-    """Return the mesh of all devices of the job, with the shape in parallel.mesh.
+    """Return the mesh of all devices of the job, with the shape given by parallel.mesh.
 
     train.batch_size_per_device is ignored.
 
@@ -69,7 +69,7 @@ def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
 
 
 def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -> int:
-    """Return the largest number of hosts that a group of devices along `axes` spans.
+    """Return the maximum number of hosts spanned by a group of devices along `axes`.
 
     Args:
         hosts: the host number of each device, in mesh order.

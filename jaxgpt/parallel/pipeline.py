@@ -196,8 +196,8 @@ class Pipeline:
         Only one microbatch's logits are in memory at a time.
 
         Returns:
-            The `LossParts` of all microbatches, stacked. The gradients with respect to `outputs`,
-            and with respect to the weights outside the layers.
+            The `LossParts` of all microbatches, stacked. The gradient with respect to `outputs`.
+            The gradients with respect to the weights outside the layers.
         """
         accumulators = network.accumulators
         outside = {name: part for name, part in accumulators.items() if name != "layers"}
@@ -311,9 +311,9 @@ class Pipeline:
         return jnp.where(is_last, x, jnp.zeros_like(x))
 
     def _pad(self, x: jax.Array) -> jax.Array:
-        """Append zeros to arrays (M, ...) until the length is a multiple of the number of stages.
+        """Append zeros to an array (M, ...) until M is a multiple of the number of stages.
 
-        Zeros in `Batch.weights` do not contribute to the loss.
+        The padding does not contribute to the loss, because its `Batch.weights` are 0.
         """
         return jnp.pad(x, ((0, -len(x) % self.groups.n_stages), *((0, 0),) * (x.ndim - 1)))
 

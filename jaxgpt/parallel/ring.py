@@ -33,7 +33,7 @@ class Queries(NamedTuple):
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`
     d_out_BTGK: jax.Array | None = None  # gradient of the output
-    lse_BTG: jax.Array | None = None  # logarithm of the sum of exp(score), over all keys
+    lse_BTG: jax.Array | None = None  # log-sum-exp of the scores over all keys
     delta_BTG: jax.Array | None = None  # inner product of the output and its gradient
 
 
@@ -68,7 +68,7 @@ def ring_attention(
     window: int | None,
     keys_BH: jax.Array | None,
 ) -> jax.Array:
-    """Compute attention for rows in the zigzag layout, without dropout.
+    """Compute attention without dropout, for rows in the zigzag layout.
 
     With n devices and T tokens per device, layers with a window of at most (n - 1) T / 2 + 1 tokens
     fetch only the keys in their windows. Other layers send all keys and values around the ring.
@@ -224,7 +224,7 @@ def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
 
 
 def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
-    """Return the positions of each of this device's chunks and of the `n_before` tokens before it.
+    """Return token positions for each of this device's chunks and the `n_before` tokens before it.
 
     Args:
         at: the positions of the whole row, in the zigzag layout.
@@ -397,7 +397,7 @@ def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
     If the number of queries has no divisor from QUERIES / 8 to QUERIES, there is one part.
 
     Returns:
-        Two arrays int32 (N,) with the first query of each part and the first key that the part may
+        Two int32 arrays (N,): the first query of each part, and the first key that the part may
         see. The number of queries per part, and the number of keys per part.
     """
     T, S = pair.n_queries, pair.n_keys
@@ -406,7 +406,7 @@ def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
     starts_N, keys_N, n_keys = jnp.arange(0, T, size), jnp.zeros(T // size, jnp.int32), S
     if pair.n_before is not None:
         R = T // (S - pair.n_before)  # queries per token
-        n_keys = min(S, pair.n_before + (size - 1) // R + 2)  # a part may begin within a token
+        n_keys = min(S, pair.n_before + (size - 1) // R + 2)  # a part may split a token's queries
         keys_N = jnp.minimum(starts_N // R, S - n_keys)
     return (pair.first_query + starts_N, pair.first_key + keys_N), size, n_keys
 

@@ -1,4 +1,4 @@
-"""Schedules, which run the forward and backward passes of a step on its microbatches.
+"""Schedules, which run the forward and backward passes of all microbatches in a step.
 
 A schedule runs inside `jax.shard_map`, so its arrays are this device's shards. `ACCUMULATE` is the
 schedule for devices that hold all layers. See `pipeline.py` for pipeline schedules.
@@ -127,5 +127,5 @@ def split_microbatches(arrays: Any, n_parts: int) -> Any:
 
 
 def merge_microbatches(arrays: Any) -> Any:
-    """Merge arrays (n_parts, B / n_parts, ...) into (B, ...): undo `split_microbatches`."""
+    """Undo `split_microbatches`: merge arrays (n_parts, B / n_parts, ...) into (B, ...)."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), arrays)

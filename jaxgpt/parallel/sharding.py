@@ -15,7 +15,7 @@ from jaxgpt.config import axes_with
 
 Params = dict[str, Any]  # nested dict of arrays or of their descriptions
 Rules = dict[str, tuple[str, ...]]  # logical axis -> mesh axes
-LogicalAxes = tuple[str | None, ...]  # one for each dim; a dim with None is never split
+LogicalAxes = tuple[str | None, ...]  # one for each dim; None means that the dim is never split
 
 HEAD_DIMS = ("vocab", "heads", "kv_heads", "mlp")  # logical axes that tensor parallelism splits
 LOGICAL_AXES = (*HEAD_DIMS, "embed", "head_dim", "layers", "parts")
@@ -78,7 +78,7 @@ def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
 
 
 def split_dim(spec: PartitionSpec, mesh_axes: Sequence[str]) -> int | None:
-    """Return the first dim that is split over any of these mesh axes, or None if no dim is split.
+    """Return the index of the first dim that any of these mesh axes splits, or None.
 
     The index is negative, so that it is the same for stacked layers and for a single layer. `spec`
     must have an entry for each dim.

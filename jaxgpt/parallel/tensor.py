@@ -116,10 +116,10 @@ class ParallelContext:
         return _offset(self.tensor_axes, n)
 
     def sequence_offset(self, T: int) -> Any:
-        """Return the first of the T positions that this device has outside tensor-parallel regions.
+        """Return the first of this device's T positions outside tensor-parallel regions.
 
-        This does not support a ring's zigzag layout, where a device's positions are not
-        consecutive.
+        The zigzag layout of ring attention is not supported, because a device's positions are then
+        not consecutive.
         """
         axes = self.sequence_axes
         return _offset((*axes, *self.tensor_axes) if self.sequence_parallel else axes, T)

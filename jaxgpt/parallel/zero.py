@@ -62,7 +62,7 @@ def all_gather_param(param: ShardedParam) -> jax.Array:
     gradient with respect to `shard`. The gradient is reduce-scattered if `layout.accum` is sharded
     over `fsdp`. If `layout.host_terms` is not 0, the gradient is instead reduced as in
     `reduce_gradients` and moved to host memory. If `layout.host_terms` is more than 1, the
-    accumulator is added first.
+    accumulator is added before the move.
     """
     return _all_gather(param.shard, param.grad_accumulator, param.layout)
 
@@ -98,7 +98,7 @@ _all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
 def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
-    """Return this device's parameter shards and zero-initialised gradient accumulators.
+    """Return this device's parameter shards and zero-initialized gradient accumulators.
 
     The accumulators are float32 arrays with the spec `layout.accum`. They are in host memory if
     `layout.host_terms` is not 0.
@@ -129,7 +129,7 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Sum accumulated gradients over devices. Return sums with the sharding `layout.grad`.
+    """Sum accumulated gradients over devices. Return the sums with the sharding `layout.grad`.
 
     The gradients are float32 arrays, communicated in `layout.reduce_dtype`. If `layout.grad` is
     sharded over `fsdp`, gradients are first reduce-scattered over `fsdp`, unless the backward pass

@@ -1,6 +1,6 @@
 """Clock that measures how long each process of a run spends on each activity.
 
-A process is always in exactly one activity, so the seconds of all activities add up to the time
+A process has exactly one activity at a time, so the seconds of all activities add up to the time
 since the process started. The start-up report (`perf/startup.py`), the time per step
 (`StepTimer` in `perf/flops.py`) and goodput (`train/reporting/goodput.py`) all read this clock.
 """
@@ -16,7 +16,7 @@ ACTIVITIES = {  # in start-up order
     "prepare": "opening the run directory and the data",
     "devices": "starting the devices",
     "setup": "building the training step and opening the logs",
-    "state": "initialising or restoring the state",
+    "state": "initializing or restoring the state",
     "compile": "compiling the training step",
     "step": "training steps",
     "data": "training steps waiting for data",

@@ -33,7 +33,7 @@ class Collective:
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
-    """Return the collectives in one run of a program.
+    """Return the collectives in one execution of a program.
 
     The collectives are sorted by number of mesh axes, then by axes, then by kind. `hlo` is
     `compiled.as_text()`, and `mesh` maps axis names to sizes. Only the kinds in `COLLECTIVES` are

@@ -74,7 +74,7 @@ class StepTimer:
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """End the lap, and return its seconds per step and the fraction spent waiting for data.
+        """End the lap. Return its seconds per step, and the fraction of it spent waiting for data.
 
         The first lap begins when the timer starts. Both values are None if the lap has no steps.
         """

@@ -166,7 +166,7 @@ def is_product(instruction: Instruction) -> bool:
 
 
 def _category(instruction: Instruction, program: HloProgram) -> str:
-    """Return the category. A fusion with a collective or matmul has that operation's category."""
+    """Return the category. A fusion has the category of the collective or matmul inside it."""
     fused = instruction.called if instruction.opcode.startswith(("fusion", "async")) else []
     parts = [part for name in fused for part in program.computations.get(name, [])]
     parts = [part for part in parts or [instruction] if part.opcode not in FREE]

@@ -45,8 +45,8 @@ def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> No
     """Raise `UsageError` if a lower bound on a step's memory exceeds the memory of a device.
 
     No size in `shape` may be -1. No arrays are allocated. CPU devices share the host's memory.
-    Memory that the platform does not report counts as unlimited. Also raises whatever `state_bytes`
-    and `score_bytes` raise.
+    If the platform does not report a device's memory, there is no limit. Also raises whatever
+    `state_bytes` and `score_bytes` raise.
     """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -106,13 +106,14 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
 
     There are T x T scores per row, layer and head. The `xla` kernel stores at least half of them,
     in two or more bytes each. With rematerialization, only one layer is counted. In a pipeline,
-    only one group of layers is counted. A CPU may process its rows one at a time. The bound is 0 if
-    the model has a sliding window, if a ring may replace the kernel, or if the kernel might not
-    store scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
+    only one group of layers is counted. With pure data parallelism on CPUs, only one row is
+    counted, because rows may be processed one at a time. The bound is 0 if the model has a sliding
+    window, if ring attention may replace the kernel, or if the kernel might not store scores. No
+    size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")
-    may_use_ring = (  # a ring works only with model.attention=auto or blockwise
+    may_use_ring = (  # ring attention requires model.attention=auto or blockwise
         model.attention == "auto"
         and shape.split_of("splits_sequence") > 1
         and config.parallel.context_impl != "ulysses"

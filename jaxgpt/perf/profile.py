@@ -1,4 +1,4 @@
-"""Profile of training steps: a trace from JAX's profiler, and a table of its operations."""
+"""Profile of training steps: a trace from JAX's profiler, and a table of operations."""
 
 import shutil
 import tempfile
@@ -15,7 +15,7 @@ from jaxgpt.config import profile_range
 from jaxgpt.perf.hlo import CATEGORIES, Operation, parse_hlo, read_operations
 from jaxgpt.perf.roofline import read_work
 
-ROWS = 10  # of the table
+ROWS = 10  # number of operations in the table
 MAY_BE_INCOMPLETE = (
     "  the step takes more than twice as long as these operations, so some may be missing. The "
     "trace lacks CUDA graphs unless XLA_FLAGS=--xla_gpu_enable_command_buffer= disables them. It "
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 class Tracing:
-    """A running trace of all processes. Only process 0 keeps its trace files."""
+    """A trace that all processes are recording. Only process 0 keeps its trace files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
         """Wait for the arrays in `pending`, then start the trace. All processes call this.
@@ -53,11 +53,13 @@ class Tracing:
         self._began = time.perf_counter()
 
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
-        """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarise it.
+        """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarize it.
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
-        `summary`. Each of its `parts` also has `bytes` and `flops`, per step and device.
-        On GPUs, `may_be_incomplete` is True if the operations take less than half of the step time.
+        `summary`, and adds `bytes` and `flops` (per step and device) to each of its `parts`. Also
+        adds `may_be_incomplete`, which is True if the step runs on GPUs and the operations take
+        less than half of the step time.
+
         Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
         `ValueError` if the trace is missing, and `OSError` if a temporary folder cannot be removed.
         """
@@ -106,7 +108,7 @@ class StepProfile:
         if step not in self._todo:
             return
         if self._tracing is None:
-            jax.block_until_ready(state)  # running steps must not count as profiling
+            jax.block_until_ready(state)  # do not count unfinished steps as profiling
             with self._log.clock.within("profile"):
                 self._tracing = Tracing(self._directory, self._cluster, state)
         self._traced.append(step)
@@ -120,10 +122,10 @@ class StepProfile:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """End the trace, if it is running, and log its summary. No later steps are traced."""
+        """If a trace is running, end it and log its summary. No later steps are traced."""
         if self._tracing is None:
             return
-        jax.block_until_ready(state)  # running steps must not count as profiling
+        jax.block_until_ready(state)  # do not count unfinished steps as profiling
         with self._log.clock.within("profile"):
             found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
         first, last = self._traced[0], self._traced[-1]
@@ -193,7 +195,8 @@ def summary(
     category. `operations` is a list of the `ROWS` most expensive operations: dicts with `name`,
     `category`, `source`, `seconds`, `share` (of `device_seconds`) and `count` (executions per step
     and device). `parts` is a list of dicts with `category`, `source` and `seconds`. Each covers all
-    operations with the same category and source line. The most expensive come first in both lists.
+    operations with the same category and source line. Both lists begin with the most expensive
+    entries.
     `collective_waiting` is the time spent in collectives in excess of the fastest device's time.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))

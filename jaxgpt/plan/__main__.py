@@ -1,4 +1,4 @@
-"""Plan the memory, communication and time of a layout before spending node hours on it.
+"""Estimate the memory, communication and time of a layout before spending node hours on it.
 
 `python -m jaxgpt.plan --config NAME --mesh D,F,T [--device NAME] [section.key=value ...]` compiles
 the train step for simulated devices, and prints what each device stores and sends.
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     """Start JAX with simulated CPU devices, and return the text that the command prints.
 
-    `arguments` come from `parser`, and `rest` holds settings for jaxgpt.train. JAX must not have
-    started yet. This also sets XLA_FLAGS and JAX settings.
+    `arguments` holds the options of `parser`, and `rest` holds settings for jaxgpt.train. JAX must
+    not have started yet. This also sets XLA_FLAGS and JAX settings.
 
     Raises `UsageError` if an option or a setting is invalid or incompatible with the mesh or the
     device, or if --advise finds no mesh. Also raises whatever `parse_args`, `with_vocabulary`,
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     found = search_layouts(config, n_devices, device, per_host)
     if not found.plans:
         raise UsageError(
-            f"--advise={n_devices}: no mesh that the search considers works with "
+            f"--advise={n_devices}: no mesh that the search can choose works with "
             f"train.batch_size={config.train.batch_size}; make it a multiple of {n_devices}"
         )
     if arguments.json:
@@ -153,8 +153,8 @@ def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:
     """Return the number of devices per host, at most `n_devices`.
 
     Args:
-        given: the value of --devices-per-host. None means the device's default, which for `cpu` is
-            a single host.
+        given: the value of --devices-per-host. None means the device's default. The default for
+            `cpu` is a single host.
 
     Raises:
         UsageError: if the devices cannot be divided equally among several hosts.

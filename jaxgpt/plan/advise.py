@@ -1,4 +1,4 @@
-"""Rank the meshes for a number of devices."""
+"""Rank the meshes for a given number of devices."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ def search_layouts(
     come first. Among layouts that fit, pure data parallelism without remat always comes first. A
     layout whose state alone does not fit is not compiled.
 
-    The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed on stderr.
+    The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed to stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must
     divide `n_devices`, and config.model.vocab_size must be set. Raises the same errors as
     `compile_step`.
@@ -89,7 +89,7 @@ class Estimator:
         self.n_moments = n_moments(config.optimizer)
 
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
-        """Return the plan with the least remat that fits.
+        """Return the plan with the least remat among the plans that fit.
 
         If full remat does not fit, this returns the plan with full remat. `config.parallel.remat`
         is ignored.
@@ -118,7 +118,7 @@ class Estimator:
 
 
 def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[MeshShape]:
-    """Yield the meshes of `n_devices` devices to compare, simplest first.
+    """Yield the candidate meshes for `n_devices` devices, simplest first.
 
     `tensor` groups stay within a host, because every layer waits for their communication.
     """
@@ -211,7 +211,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _order(plan: Plan) -> tuple[bool, float]:
-    """Sort key: layouts that fit, the fastest first, then other layouts, the smallest first."""
+    """Sort key that puts layouts that fit first (by step time), then the others (by memory)."""
     return not plan.fits, _seconds(plan) if plan.fits else plan.memory.total
 
 
@@ -255,7 +255,7 @@ def train_options(plan: Plan, given: Config) -> str:
 def reason(plan: Plan) -> str:
     """Return a one-line explanation of a layout: what it splits, or why it does not fit.
 
-    `plan` is from `search_layouts`.
+    `plan` is one of the plans that `search_layouts` returns.
     """
     mesh, parallel = plan.mesh, plan.config.parallel
     stage, context, tensor = (mesh[axis] for axis in ("stage", "context", "tensor"))

@@ -1,4 +1,4 @@
-"""Formulas for the memory that a step needs and for the bytes that it moves, without compiling.
+"""Formulas for the memory that a step needs and the bytes that it moves. Nothing is compiled.
 
 `--advise` uses these formulas to choose which layouts to compile. Evaluating them takes less than a
 millisecond.
@@ -79,10 +79,10 @@ def layer_activations(
 ) -> tuple[int, int]:
     """Return the size of a layer's saved activations, and the backward pass's working memory.
 
-    Both are in bytes per device, for a microbatch with `tokens` tokens on each device, and depend
+    Both are in bytes per device, for a microbatch with `tokens` tokens on each device. Both depend
     on parallel.remat. The working memory includes recomputed activations. Without remat or stored
-    scores, the saved size follows equation 2 of arXiv 2205.05198, without dropout. Only sequence
-    parallelism splits norms and residuals over `tensor`.
+    scores, the saved size follows equation 2 of arXiv 2205.05198 for a model without dropout. Only
+    sequence parallelism splits norms and residuals over `tensor`.
     """
     model, remat = config.model, config.parallel.remat
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
@@ -121,8 +121,8 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     # Each matmul reads its input and its output's gradient twice, and writes its output and its
     # input's gradient once. One of the two dims is D, which `tensor` does not split.
     matmuls = 3 * (D * len(matrices) + other_dims // tensor)
-    # Two norms and two residual additions: 5 accesses each in the forward pass, and 7 in the
-    # backward pass.
+    # Two pairs of a norm and a residual addition: 5 accesses per pair in the forward pass, and 7 in
+    # the backward pass.
     norms = 24 * D // (tensor if config.parallel.sequence_parallel else 1)
     # GELU: 2 accesses in the forward pass, and 3 in the backward pass. A gated MLP: 3 and 5.
     activation = (8 if model.has_gated_mlp else 5) * model.mlp_width // tensor

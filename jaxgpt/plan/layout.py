@@ -43,7 +43,8 @@ ASSUMPTIONS = (
     f"{LATENCY['link'] * 1e6:.1f} us in a host and {LATENCY['network'] * 1e6:.1f} us between hosts",
     f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation, "
     "except in a pipeline",
-    "the transfers of a ring overlap with attention, and other communication does not overlap",
+    "the transfers of ring attention overlap with its matmuls, and other communication does not "
+    "overlap",
     "the update reads and writes parameters, gradients and moments once",
     "computation waits for transfers from host memory, which use the device's host link",
 )
@@ -60,7 +61,7 @@ class Estimate:
     compute: float
     bubble: float  # idle time of a pipeline stage before its first and after its last microbatch
     update: float
-    exposed_communication: float  # excludes ring transfers that attention hides
+    exposed_communication: float  # excludes ring attention's overlapped transfers
     overlapped_communication: float
     tokens_per_sec: float
     tokens_per_sec_per_device: float
@@ -171,8 +172,8 @@ class Plan:
 
         In a pipeline, computation waits for all collectives, because weights are gathered before
         the loop and gradients are reduced after it. Without a pipeline, computation does not wait
-        for collectives over `data` or `fsdp`. The transfers of a ring count as exposed, although
-        they overlap with attention.
+        for collectives over `data` or `fsdp`. The transfers of ring attention count as exposed,
+        although they overlap with computation.
         """
         return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
 
@@ -185,7 +186,7 @@ class Plan:
         return "link" if self.hosts_spanned(axes) == 1 else "network"
 
     def seconds(self, c: Collective) -> float:
-        """Return the time of a collective without overlap, in seconds.
+        """Return the time of a collective in seconds, assuming no overlap.
 
         The device's bandwidths must be known.
         """

@@ -236,7 +236,7 @@ def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
 def bytes_on_a_device(shapes: Any) -> int:
     """Return the total size of one device's shards of the arrays in a tree, in bytes.
 
-    The leaves may also be `jax.ShapeDtypeStruct`s. Each must have a sharding that divides its
+    The leaves may also be `jax.ShapeDtypeStruct`s. Each leaf must have a sharding that divides its
     shape. Shards in host memory are included.
     """
     return sum(

@@ -79,7 +79,7 @@ def _memory(plan: Plan, best: Plan | None) -> str:
 
 
 def _fit(plan: Plan, best: Plan) -> str:
-    """Return a line about the best layout for the devices of a plan that does not fit."""
+    """For a plan that does not fit, return a line about the best layout on the same devices."""
     options = f"{train_options(best, plan.config)} ({format_bytes(best.memory.total)})"
     if best.fits:
         return f"it fits with {options}"
@@ -140,9 +140,9 @@ def _time(plan: Plan) -> str:
 
 
 def advice_report(advice: Advice, given: Config) -> str:
-    """Return a table of the best layouts, their warnings, and the options to use for the first one.
+    """Return a table of the best layouts, the warnings, and the options of the first layout.
 
-    `advice` is the result of `search_layouts`, and must contain a layout. `given` holds the
+    `advice` comes from `search_layouts`, and must contain at least one layout. `given` holds the
     command-line settings. Options that `given` already contains are left out, except --mesh.
     """
     rows = []

@@ -133,8 +133,8 @@ def expected_traffic(
 def _weights(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...]) -> list[Traffic]:
     """Return the all-gathers of parameters.
 
-    For each microbatch, ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer twice, for the
-    forward and the backward pass, and the embeddings once. A pipeline gathers everything once per
+    For each microbatch, ZeRO-3 (arXiv 1910.02054, section 7.2.2) gathers each layer twice (for the
+    forward and the backward pass) and the embeddings once. A pipeline gathers everything once per
     step. ZeRO-1 and 2 (section 7.2.1) gather the updated parameters.
     """
     stage, n = config.parallel.zero_stage, config.train.gradient_accumulation_steps
@@ -168,8 +168,8 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     """Return the traffic for reducing gradients.
 
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
-    the shards over the other axes. If `tensor` does not split a weight, the weight's gradient is
-    also all-reduced over `tensor` if the weight is a vocabulary table or sequence parallelism is
+    the shards over the other axes. The gradient of a weight that `tensor` does not split is also
+    all-reduced over `tensor` if the weight is a vocabulary table or if sequence parallelism is
     used. Pipeline stages all-reduce the gradients of weights that are not part of a layer.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
@@ -242,7 +242,7 @@ def _pipeline(
 
     Activations move to the next stage in each tick, and their gradients move back. The outputs of
     the last stage are scattered, and their gradients are gathered. If stages run layers that other
-    stages store, they exchange the weights twice, and the accumulators and gradients once each.
+    stages store, the weights are exchanged twice, and the accumulators and gradients once each.
     """
     axes = axes_with("splits_layers")
     if not work.ticks:
@@ -269,9 +269,10 @@ def _context_parallelism(
 ) -> list[Traffic]:
     """Return the traffic of context parallelism.
 
-    Ulysses exchanges queries, keys, values and outputs (arXiv 2309.14509, section 3.2). In a ring,
-    keys and values rotate in both passes (arXiv 2310.01889, section 3). Their float32 gradients
-    rotate in the backward pass. Savings from windows shorter than half a row are ignored.
+    Ulysses exchanges queries, keys, values and outputs (arXiv 2309.14509, section 3.2). Ring
+    attention rotates keys and values in both passes (arXiv 2310.01889, section 3). The backward
+    pass also rotates their float32 gradients. Savings from windows shorter than half a row are
+    ignored.
     """
     axes, n = axes_with("splits_sequence"), mesh.split_of("splits_sequence")
     if n == 1:
@@ -291,7 +292,7 @@ def _context_parallelism(
             Traffic("collective-permute", axes, moves, moves * kv, "keys and values"),
             Traffic("collective-permute", axes, back, back * d_kv, "their gradients"),
         ]
-    G *= n // math.gcd(G, n)  # copies of key-value heads
+    G *= n // math.gcd(G, n)  # key-value heads are replicated until n divides their number
     count = 2 if G == H else 3
     runs = forward + work.layers
     size = runs * per_head * width * (2 * H + 2 * G)

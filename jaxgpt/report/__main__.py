@@ -25,7 +25,7 @@ from jaxgpt.train.reporting.stragglers import straggler_line
 
 PIPE_WIDTH = 200  # width of a table in columns if the output is not a terminal
 TABLES = {"--csv": "write the rows to this CSV file", "--json": "write the rows to this JSON file"}
-KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description of a report, and options for files
+KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description and file options
     "page": ("curves, events, samples and settings; the default", {
         "--out": "write the page to this file; default: report.html, unless --png, --csv or --text "
         "is given", "--png": "write the curves to this PNG file",
@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description of a report, and
     "serve": ("a live version of the page, for this host only", {}),
     "runs": ("a row for each run: state, step, losses, speed, mesh and age", TABLES),
     "startup": ("a row for each start of each run", TABLES | {
-        "--png": "plot start-up seconds against processes, as a PNG file"}),
+        "--png": "write a plot of start-up time by number of processes to this PNG file"}),
     "goodput": ("how a run spent its time, over all its starts", {}),
     "spikes": ("spikes, skips and rewinds", {"--png": "write the loss curve to this PNG file"}),
 }  # fmt: skip
@@ -119,8 +119,9 @@ def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
 def plots_text(run: RunFiles, width: int) -> str:
     """Return a text summary of a run, with plots that are `width` (at least 31) columns wide.
 
-    The plot of a nearly constant curve is replaced by its range, unless its panel has a logarithmic
-    axis. If the run has a `LayersRecord`, the newest one is plotted with the layers on the x-axis.
+    A nearly constant curve is summarized by its range instead of a plot, unless the panel has a
+    logarithmic axis. If the run has a `LayersRecord`, the newest one is plotted with the layers on
+    the x-axis.
     """
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
@@ -148,7 +149,7 @@ def plots_text(run: RunFiles, width: int) -> str:
 
 
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
-    """Print a table of runs or of their starts, and write the requested files.
+    """Print a table with a row for each run or each start, and write the requested files.
 
     Raises `UsageError` if --sort names an unknown column, if a file cannot be written, or if --png
     is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
@@ -172,7 +173,7 @@ def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
 
 
 def rows_text(rows: list[dict[str, Any]], width: int, keys: int) -> str:
-    """Return the rows as a table, or as several tables if it is wider than `width` characters.
+    """Return the rows as a table, or as several tables if one would exceed `width` characters.
 
     Each table begins with the first `keys` columns. All rows must have the same keys in the same
     order. None is shown as `-`. If there are no rows, return `no starts`.

@@ -1,4 +1,4 @@
-"""The HTML page of a report: Bokeh figures, tables, samples, the text of spikes, and settings."""
+"""The HTML page of a report: Bokeh figures, tables, samples, text behind spikes, and settings."""
 
 import html
 import itertools
@@ -14,12 +14,12 @@ from jaxgpt.tracking.starts import read_starts
 from jaxgpt.train.reporting.events import events
 from jaxgpt.train.reporting.goodput import account, goodput_records
 
-SHOWN_SPIKES, SHOWN_ROWS, SHOWN_SAMPLES, SHOWN_STARTS = 20, 2, 50, 10  # of each run
-STYLES: dict[str, dict[str, Any]] = {  # of `Series`
+SHOWN_SPIKES, SHOWN_ROWS, SHOWN_SAMPLES, SHOWN_STARTS = 20, 2, 50, 10  # per run (rows: per spike)
+STYLES: dict[str, dict[str, Any]] = {  # Bokeh options for `Series.style`
     "raw": {"alpha": 0.25}, "smooth": {"width": 1.8}, "line": {"width": 1.5}, "points": {},
     "dropped": {"line_dash": "dotted"},
 }  # fmt: skip
-# In the dark theme, the colours of the figures are inverted.
+# In the dark theme, the colors of the figures are inverted.
 CSS = """:root, :host { color-scheme: light dark } p { margin: 4px 0 12px }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1500px; margin: auto; padding: 12px;
   background: light-dark(#fff, #141414); color: light-dark(#222, #ddd) }
@@ -60,7 +60,7 @@ class Plots:
             raise UsageError(text) from None
         self.runs, self._limit = runs, limit
         self._sources = defaultdict[tuple[Any, ...], Any](ColumnDataSource)
-        self._styles: dict[str, list[tuple[str, str]]] = {}  # style and label of curves
+        self._styles: dict[str, list[tuple[str, str]]] = {}  # style and label of each curve
         self.update()
         shown = {key[0] for key, s in self._sources.items() if key[2] >= 0 and len(s.data["y"])}
         ranges = {x: DataRange1d(range_padding=0.02) for x in ("steps", "tokens")}
@@ -86,9 +86,10 @@ class Plots:
         from bokeh.models import HoverTool, NumeralTickFormatter
         from bokeh.plotting import figure
 
+        # No drag tool is active at first, so a swipe scrolls the page on phones.
         fig = figure(
             title=panel.title, tags=["plot", *tags], height=300, sizing_mode="stretch_width",
-            tools="xbox_zoom,box_zoom,pan,reset,save", active_drag=None, **axes,  # so phones scroll
+            tools="xbox_zoom,box_zoom,pan,reset,save", active_drag=None, **axes,
         )  # fmt: skip
         x, several = tags[0], len(self.runs) > 1
         fig.xaxis.axis_label, fig.yaxis.axis_label, fig.toolbar.logo = x, panel.unit or None, None

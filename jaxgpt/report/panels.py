@@ -1,4 +1,4 @@
-"""Builds the panels of a report as plain data, and downsamples curves."""
+"""The panels of a report as plain data, and the downsampling of curves."""
 
 from typing import Any, NamedTuple
 
@@ -46,14 +46,16 @@ PANELS = (
 )  # fmt: skip
 
 
-class Series(NamedTuple):  # a curve or marks in a panel
+class Series(NamedTuple):  # a curve in a panel, or the marks for its events
     style: str  # raw, smooth, line, points, dropped or marks
     label: str
-    columns: dict[str, Any]  # int32 `steps`, float32 `tokens` and `y`; for marks, also their style
+    # int32 `steps`, float32 `tokens` and `y`; marks also have `kind`, `text`, `color`, `marker`,
+    # `steps_end` and `tokens_end`
+    columns: dict[str, Any]
 
 
 def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
-    """Return the curves of one run in a panel, followed by the marks for its events.
+    """Return one run's curves in a panel, followed by the marks for the run's events.
 
     The list has the same length for all runs. Each curve has at most `limit` points, or none if it
     has no finite values. `limit` must be at least 2.
@@ -87,9 +89,10 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred moving mean of `values` (N,) over about 2% of the curve: (N,).
+    """Return the centered moving mean of `values` over about 2% of the curve.
 
-    Non-finite values are left out of the means, and the result is NaN at their positions.
+    `values` and the result have shape (N,). Non-finite values are left out of the means, and the
+    result is NaN at their positions.
     """
     if not len(values):
         return values

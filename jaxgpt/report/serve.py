@@ -1,4 +1,4 @@
-"""The page, served on the loopback interface and updated while the runs continue."""
+"""The report page, served on the loopback interface and updated while the runs continue."""
 
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
 
     apps = {f"/{urllib.parse.quote(run.name)}": page_of([run.directory]) for run in runs}
     apps["/"] = page_of(paths)
-    origins = [f"{HOST}:{port}", f"localhost:{port}"]  # other web sites cannot read the page
+    origins = [f"{HOST}:{port}", f"localhost:{port}"]  # other websites cannot read the page
     try:
         server = Server(apps, address=HOST, port=port, allow_websocket_origin=origins)
     except OSError as error:
@@ -38,7 +38,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
 
 
 def page_of(paths: Sequence[Path]) -> Callable[[Any], None]:
-    """Return a function that fills a Bokeh document with runs in `paths`.
+    """Return a function that fills a Bokeh document with the runs in `paths`.
 
     The document shows the `MAX_RUNS` most recently active runs, and is updated every `PERIOD` ms.
     The function raises `UsageError` if a path has no run or a metrics.jsonl cannot be read, and

@@ -17,7 +17,7 @@ MALLOC_OPTIONS = ((-8, 1), (-3, KEPT_BYTES), (-1, KEPT_BYTES), (-2, 2**31 - 2**2
 MADV_HUGEPAGE = 14  # back the heap with 2 MiB pages
 
 USABLE = 0.9  # fraction of GPU memory; the driver, NCCL and fragmentation need the rest
-# Current and old name of the variable that sets XLA's fraction of GPU memory.
+# Current and old names of the variable that sets XLA's fraction of GPU memory.
 MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 

@@ -19,8 +19,9 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
 
     All processes must call this after JAX has started. The cache is disabled if `directory` is
     empty, `off`, `none` or `null`, in upper or lower case. Otherwise, JAX_COMPILATION_CACHE_DIR
-    overrides `directory`. The cache is in a subfolder for the processor type, which is created if
-    needed. If the cache cannot be used, JAX compiles without it, and the log line gives the reason.
+    overrides `directory`. The cache is stored in a subfolder for the processor type. If the
+    subfolder does not exist, this function creates it. If the cache cannot be used, JAX compiles
+    without it, and the log line gives the reason.
 
     A multi-process CPU job locks the subfolder until `cluster` closes. A job that has the lock and
     runs on one host compiles only on process 0. A job that cannot get the lock, for example because
@@ -124,7 +125,7 @@ def _is_shared(folder: Path, cluster: ProcessGroup) -> bool:
 
 
 def _lock(folder: Path, cluster: ProcessGroup) -> str:
-    """Lock the folder until the group closes. Return "", or the reason for a failure."""
+    """Lock the folder until the group closes. Return the reason if this fails, else ""."""
     try:
         file = cluster.on_close.enter_context((folder / ".lock").open("a"))
     except OSError as error:

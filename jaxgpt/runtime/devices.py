@@ -49,12 +49,12 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
-    """Return this process's accelerators as indices into the visible ones, or None to use all.
+    """Return the indices of this process's share of the visible accelerators, or None to use all.
 
     Processes on one host that see the same accelerators get equal shares, and any remainder is
-    unused. The result is None on CPUs, if the process sees at most one accelerator, or if no other
-    process on the host sees the same accelerators. If the result is not None and the machine is in
-    `MACHINES` and has Intel GPUs, this also sets ZE_AFFINITY_MASK.
+    unused. The result is None if the process runs on CPUs, if it sees at most one accelerator, or
+    if no other process on the host sees the same accelerators. If the result is not None and the
+    machine is in `MACHINES` and has Intel GPUs, this also sets ZE_AFFINITY_MASK.
 
     All processes must call this. Raises `UsageError` on all processes if the processes on a host
     outnumber the accelerators that they share, unless only one accelerator is visible.
@@ -81,13 +81,12 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
 def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
     """Return this process's visible accelerators, and the number of processes that share them.
 
-    The third value is this process's index among the processes that share them. All processes must
-    call this.
+    The third value is this process's index among those processes. All processes must call this.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
     everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
     visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
-    # Intel has one device file for several tiles, so use the machine's number of devices.
+    # An Intel GPU has one device file for several tiles, so use the machine's number of devices.
     n_seen = count_accelerators() or (cluster.machine.devices_per_host if cluster.machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     position = visible_on_host[: cluster.local_rank].count(visible)

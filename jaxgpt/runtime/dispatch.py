@@ -20,7 +20,7 @@ class DispatchLimiter:
         self._results: deque[Any] = deque()
 
     def add(self, result: Any) -> None:
-        """Register the newest program. `result` is its result, an array or a tree of arrays.
+        """Register the newest program. `result` is its output, an array or a tree of arrays.
 
         The caller must not donate or delete `result`. If more than `LIMIT` programs are registered,
         this waits for the oldest program. Raises `jax.errors.JaxRuntimeError` if that program

@@ -80,7 +80,7 @@ def initialize_jax(
             few devices.
         ValueError: if JAX rejects another of its environment variables.
 
-    An unknown flag in XLA_FLAGS makes XLA end the process.
+    If XLA_FLAGS contains an unknown flag, XLA terminates the process.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -249,7 +249,7 @@ def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Return the line about devices and processes for the header of the console.
+    """Return the line about devices and processes for the console header.
 
     `facts` is the result of `initialize_jax`.
     """
@@ -302,7 +302,7 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
     """Return an IP address that other hosts can use to reach this host.
 
     If all processes are on one host, this may be a loopback address. All processes must call this.
-    Raises the same `OSError` as `address_towards`.
+    Raises `OSError`, as `address_towards` does.
     """
     # The coordinator's host may resolve its own name to a loopback address. In this case, use the
     # address on the route to another host.
@@ -335,7 +335,7 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str | None:
-    """Return an address (host:port) for the coordinator on process 0, and None on other processes.
+    """On process 0, return an address (host:port) for the coordinator. On others, return None.
 
     Raises `UsageError` if JAXGPT_COORDINATOR is invalid.
     """

@@ -38,7 +38,7 @@ class Detection(NamedTuple):
 
 
 def init_spike_state(spike: SpikeConfig) -> SpikeState:
-    """Return the state of the detector before the first step; empty if spike.action=off.
+    """Return the detector's state before the first step; an empty dict if spike.action=off.
 
     `window` holds the most recent losses and gradient norms, newest last: float32 (2,
     spike.window). `filled` is the number of steps in the window, an int32 scalar. `nonfinite` is
@@ -56,7 +56,7 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
 def update(
     state: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
-    """Check the loss and gradient norm (scalars) of a step, and add them to the window.
+    """Check the loss and gradient norm of a step, both scalars, and add them to the window.
 
     Return the next state and the detection. The values in the window are clipped to the limits. A
     step with a non-finite value is not added. `state` must not be empty.

@@ -14,7 +14,7 @@ from jaxgpt.spikes.skip import SkipRanges
 
 
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
-    """Return the loss, or NaN on device faults.nan_device at step faults.nan_step.
+    """Return the loss, but replace it with NaN on faults.nan_device at faults.nan_step.
 
     The gradient of a NaN loss is also NaN. All devices that process the same rows of the batch as
     faults.nan_device get NaN. If faults.nan_step is not set, return `loss` itself. `loss` and

@@ -1,4 +1,4 @@
-"""Rewinds after loss spikes: the decision to rewind, and its record in the run directory.
+"""Rewinds after loss spikes: deciding on a rewind, and recording it in the run directory.
 
 A rewind is committed after its checkpoint has been restored (`train/restart.py`). Each part of the
 commit is idempotent, so the next start of the run can complete an interrupted commit.
@@ -134,10 +134,11 @@ def pending_rewind(directory: Path) -> dict[str, Any] | None:
 
 
 def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
-    """Write a rewind to rewinds.json, and replace the abandoned steps in metrics.jsonl.
+    """Write a rewind to rewinds.json and metrics.jsonl.
 
-    A single record of the rewind replaces these steps. Other records of `PERSISTENT_KINDS` are
-    kept. If metrics.jsonl is missing or has no records, nothing is written to it.
+    In metrics.jsonl, a single record of the rewind replaces the records of the abandoned steps.
+    Other records of `PERSISTENT_KINDS` are kept. If metrics.jsonl is missing or has no records,
+    nothing is written to it.
 
     Args:
         directory: the run directory.
@@ -176,10 +177,13 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    Checkpoints in checkpoint.local are not removed. The run must have a rewind. Raises `OSError` if
-    a checkpoint cannot be removed. Raises `UsageError` if rewinds.json is damaged or cannot be read
-    or written, or if the folder of checkpoints cannot be read. After an error, the next start of
-    the run tries again.
+    Checkpoints in checkpoint.local are not removed. The run must have at least one rewind. After an
+    error, the next start of the run tries again.
+
+    Raises:
+        OSError: if a checkpoint cannot be removed.
+        UsageError: if rewinds.json is damaged or cannot be read or written, or if the checkpoints
+            folder cannot be read.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):

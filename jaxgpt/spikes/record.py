@@ -16,7 +16,7 @@ WORST_ROWS = 8
 def spike_record(
     step: int, metrics: Any, config: Config, loader: Loader, dataset: Dataset
 ) -> SpikeRecord | None:
-    """Return the record of a step, or None if the cause in `metrics.detection` is `none`.
+    """Return a step's spike record, or None if the cause in `metrics.detection` is `none`.
 
     `metrics` is the `Metrics` of the step, as NumPy arrays.
     """
@@ -46,10 +46,13 @@ def worst_rows(
 ) -> list[dict[str, Any]]:
     """Return up to `WORST_ROWS` rows with the highest losses in a step, highest first.
 
-    `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with its index
-    in the batch (`row`), its mean `loss` in nats per target token, the name of its `corpus`, the
-    path of its `source`, and the `offset` of its first token in the source's training split, in
-    tokens.
+    `row_losses` has shape (B,); NaN counts as the highest loss. Each row is a dict with these keys:
+
+    - `row`: the index of the row in the batch.
+    - `loss`: the mean loss in nats per target token.
+    - `corpus`: the name of the row's corpus.
+    - `source`: the path of the row's source.
+    - `offset`: the position of the first token in the source's training split, in tokens.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]

@@ -1,4 +1,4 @@
-"""Console lines and a table of a run's spikes, skips and rewinds."""
+"""Console lines and a table for a run's spikes, skips and rewinds."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Skipped steps, which pass over their batch without reading it and do not update the state."""
+"""Skipped steps, which do not read their batch and do not update the state."""
 
 from collections.abc import Iterable
 

@@ -102,7 +102,7 @@ class Trackers:
         self._all = {"metrics.jsonl": metrics, **self._all}
 
     def views(self) -> list[str]:
-        """Return the non-empty `view`s of the trackers in train.trackers. Call before `close`.
+        """Return the non-empty `view`s of the trackers in train.trackers. Call this before `close`.
 
         The result may omit the view of a tracker that is still opening or cannot be opened.
         """
@@ -137,7 +137,7 @@ class Trackers:
 
 
 def _origin(error: Exception) -> str:
-    """Return the file and line of a programming error, as ` (FILE, line N)`; "" for others."""
+    """Return ` (FILE, line N)` for a programming error, and "" for any other error."""
     if isinstance(error, OSError | UsageError):
         return ""
     *_, frame = traceback.extract_tb(error.__traceback__)

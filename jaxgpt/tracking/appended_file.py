@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 class AppendedFile:
-    """A text file that replaces control characters (see `printable`).
+    """Appends lines to a text file. Control characters are replaced (see `printable`).
 
     Lines that cannot be written are kept in memory (at most the last `LIMIT` lines), and each later
     write retries them. Several threads may use the file at the same time.

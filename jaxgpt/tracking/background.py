@@ -11,7 +11,7 @@ from jaxgpt.tracking.records import Record
 
 LIMIT = 1000  # maximum number of records that a tracker may be behind
 PAUSE = ANSWER / 2  # seconds between attempts; must be shorter than the wait in `close`
-ATTEMPTS = 20  # maximum attempts to log a record; they take at least 95 s
+ATTEMPTS = 20  # maximum number of attempts to log a record; they take at least 95 s
 
 
 class BackgroundTracker:

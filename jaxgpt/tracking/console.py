@@ -54,7 +54,7 @@ class Console:
         return None
 
     def info(self, text: str, full: str = "") -> None:
-        """Write `text` to the log file with the time, and print it if this process prints.
+        """Write `text` to the log file with a timestamp, and print it if this process prints.
 
         Printed text is wrapped, and appears above the progress bar. Control characters are
         replaced. If `full` is given, it replaces `text` in the log file. If there is no log file,
@@ -92,8 +92,9 @@ class Console:
     def outlive_reader(self) -> None:
         """From now on, print to stderr if the program that reads the output has exited.
 
-        If this program was also reading stderr, print to the terminal, if there is one. Ctrl-C also
-        kills a `tee` that reads the output, but the run still saves a checkpoint.
+        If that program was also reading stderr, print to the terminal instead, or nowhere if there
+        is no terminal. The run can then save a checkpoint even if Ctrl-C has killed a `tee` that
+        was reading its output.
         """
         self._outlives_reader = True
 
@@ -108,7 +109,7 @@ class Console:
                 terminal = os.open(os.devnull, os.O_WRONLY)
             for descriptor in (STDOUT, STDERR):
                 os.dup2(terminal, descriptor)
-            write_if_read("", sys.stderr)  # what was not written yet
+            write_if_read("", sys.stderr)  # write the rest of the buffer
 
     def _print(self, text: str) -> None:
         text = wrap(printable(text), self.width)
@@ -172,7 +173,7 @@ def table_text(
     table = Table(*headings, title=title)
     for row in rows:
         table.add_row(*row)
-    # Do not use colours, because they would add control characters to train.log.
+    # Do not use colors, because they would add control characters to train.log.
     console = RichConsole(width=width, color_system=None, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)

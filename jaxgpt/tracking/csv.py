@@ -15,9 +15,9 @@ class Csv:
     """Writes csv/<kind>.csv in the run directory, with a column for each field except lists.
 
     The columns have the same names as in metrics.jsonl, and there is no column for `kind`. Nested
-    names are joined by `/`. Missing values are empty, and non-finite numbers are `nan`, `inf` or
-    `-inf`. Methods raise the errors of `read_table` and `write_table`, and `OSError` if the folder
-    or a row cannot be written.
+    names are joined with `/`. Missing values are empty, and non-finite numbers are `nan`, `inf` or
+    `-inf`. Methods raise `OSError` if the folder or a row cannot be written, and also whatever
+    `read_table` and `write_table` raise.
     """
 
     view = ""
@@ -43,7 +43,7 @@ class Csv:
             raise
 
     def _start(self, kind: str, row: Row) -> None:
-        """Add any new columns in `row` to the file for a kind of record, and open the file."""
+        """Open csv/<kind>.csv for appending, after adding a column for each new key in `row`."""
         if kind in self._files:
             self._files.pop(kind)[0].close()
         path = self._folder / f"{kind}.csv"
@@ -66,7 +66,7 @@ class Csv:
 
 
 def flatten(fields: Row, prefix: str = "") -> Row:
-    """Return a record without lists, tuples and nested dicts.
+    """Return a flat copy of a record, without its lists and tuples.
 
     The values of a nested dict get keys such as `seconds/step`. All keys begin with `prefix`.
     """

@@ -40,11 +40,11 @@ TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record (except its step) by tag, such as `train/loss`.
+    """Return the numbers in a record, except its step, keyed by tags such as `train/loss`.
 
-    `record` is the result of `Record.to_dict` or a line of metrics.jsonl. Numbers in lists are left
-    out, and so is `skipped` if it is False. A goodput record yields only the fraction of time spent
-    on each activity. The result is empty if the kind of the record is not in `GROUPS`.
+    `record` is a dict from `Record.to_dict` or from a line of metrics.jsonl. Numbers in lists are
+    left out, and so is `skipped` if it is False. A goodput record yields only the fraction of time
+    spent on each activity. The result is empty if the kind of the record is not in `GROUPS`.
     """
     kind = record["kind"]
     if kind not in GROUPS:

@@ -12,7 +12,7 @@ class Figure(NamedTuple):
     short: str = ""  # name on the console; by default, the name in the record
     rank: int = 7  # metrics with the highest rank are dropped first if a line is too long
     show: Callable[[float], str] = "{:.4g}".format
-    width: int = 7  # usual number of characters of a value
+    width: int = 7  # usual width of a value, in characters
 
 
 def _gib(size: float) -> str:

@@ -26,8 +26,8 @@ class JsonLines:
     """Writes metrics.jsonl. Non-finite numbers become null.
 
     A failed write raises `OSError`, and a failed rewind raises `UsageError` or `OSError`. The next
-    call first retries the failed operation. Lines that cannot be written are kept as in
-    `AppendedFile`.
+    call first retries the failed operation. Lines that cannot be written are kept in memory (see
+    `AppendedFile`).
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base class of a run's records. Each kind of record except `rewind` is a subclass."""
+    """Base class of a run's records. Each kind of record except `rewind` has a subclass."""
 
     kind: ClassVar[str]
     step: int
@@ -46,7 +46,10 @@ class TrainRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRecord(Record):
-    """Per-layer metrics every train.layers_every steps, keyed by layer number, such as `000`."""
+    """Per-layer metrics, logged every train.layers_every steps.
+
+    Keys are layer numbers such as `000`.
+    """
 
     kind = "layers"
     grad_norm: Mapping[str, float]  # of the gradient before clipping
@@ -90,7 +93,7 @@ class SpikeRecord(Record):
     action: str  # log, skip_update or rewind
     median: float | None = None
     limit: float | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)  # result of `spikes.record.worst_rows`
+    rows: list[dict[str, Any]] = field(default_factory=list)  # from `spikes.record.worst_rows`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ class DamageRecord(Record):
     """A quarantined checkpoint. The run continues after `step`, which is 0 for a fresh start."""
 
     kind = "damage"
-    path: str  # after it was renamed
+    path: str  # path after the checkpoint was renamed
     reason: str
 
 
@@ -184,7 +187,7 @@ class StartupRecord(Record):
     """Start-up times in seconds and their spread across processes; see `perf/startup.py`."""
 
     kind = "startup"
-    values: Mapping[str, float]  # result of `startup_values`
+    values: Mapping[str, float]  # as returned by `startup_values`
 
 
 # Fields of the records that are read from disk, by kind, in the format of `check_shape`.

@@ -22,7 +22,7 @@ TAIL = 64  # bytes
 
 
 class RunFiles:
-    """A run directory, and the records in its metrics.jsonl by kind."""
+    """A run directory, and the records in its metrics.jsonl, grouped by kind."""
 
     records: dict[str, list[dict[str, Any]]]
     n_damaged: int  # damaged lines of metrics.jsonl
@@ -71,11 +71,11 @@ class RunFiles:
         return bool(new) or was_replaced
 
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return a field's steps and values in all records of one kind: float64 (N,) each.
+        """Return the steps and values of a field in all records of one kind.
 
-        Records without the field are skipped. Invalid values become NaN (see `number`). If `kind`
-        is `rewind`, `key` is ignored: the values are the logged losses of the steps that rewinds
-        dropped, with a NaN after each rewind.
+        Both are float64 arrays of shape (N,). Records without the field are skipped. Invalid values
+        become NaN (see `number`). If `kind` is `rewind`, `key` is ignored: the values are the
+        logged losses of the steps that rewinds dropped, with a NaN after each rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -144,7 +144,7 @@ class RunFiles:
         return "running" if not is_known and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
-        """Return this run's table row as a dict from heading to value.
+        """Return the row of this run in a table of runs, as a dict from heading to value.
 
         Unknown values are None. `step` is the last logged step (0 if there is none), or the last
         step of a run that is `done` or `stopped`. `age` is a timedelta, rounded to seconds. Losses

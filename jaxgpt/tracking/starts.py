@@ -1,7 +1,7 @@
 """starts.jsonl: every start of a run, even if it failed before the first step.
 
-Each start appends a line of kind `start`, and later at most one line of kind `devices`, one of kind
-`first_step` and one of kind `end`. The run directory is locked, so two starts cannot write at the
+Each start appends a line of kind `start`, and later at most one line of each of the kinds
+`devices`, `first_step` and `end`. The run directory is locked, so two starts cannot write at the
 same time.
 """
 
@@ -44,9 +44,9 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
     """Return the starts of a run, oldest first, each with the fields of its `start` line.
 
     `time` is the Unix time in seconds at which this line was written. The fields of the `devices`
-    line are added, if that line exists. `first_step` and `end` hold the fields of the line of that
-    kind, or None if there is no such line. Damaged lines are ignored. The list is empty if there is
-    no starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
+    line are added, if that line exists. `first_step` and `end` each hold the fields of the line of
+    that kind, or None if there is no such line. Damaged lines are ignored. The list is empty if
+    there is no starts.jsonl. Raises `OSError` if starts.jsonl cannot be read.
     """
     starts: list[dict[str, Any]] = []
     path = directory / STARTS
@@ -71,7 +71,7 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     """Return one table row for each start of a run. Unknown values are None.
 
-    `name` is the name of the run, and `state` is the result of `RunFiles.state`. In each row,
+    `name` is the name of the run, and `state` is as returned by `RunFiles.state`. In each row,
     `seconds` is the time from the start of the job to the end of the first step, and `from` is
     "job". If the start of the job is unknown, `seconds` is measured from the start of the process,
     and `from` is "process". `seconds` is rounded to 0.1 s. `time` is the local time of the start as

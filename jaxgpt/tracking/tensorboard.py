@@ -20,7 +20,7 @@ HYPERPARAMETERS = ("model", "optimizer", "parallel", "train")  # sections in the
 class TensorBoard:
     """Writes tensorboard/ in the run directory.
 
-    Methods raise `OSError` if its files cannot be written or metrics.jsonl cannot be read.
+    Methods raise `OSError` if files there cannot be written or metrics.jsonl cannot be read.
     """
 
     view = ""

@@ -1,4 +1,4 @@
-"""trackio: a database on this machine, which works without a network.
+"""trackio: a local database for each project. No network is needed.
 
 This module uses `SQLiteStorage`, because `trackio.Run` prints to the console and drops records
 that it cannot write.
@@ -21,8 +21,9 @@ WRITE_SECONDS = 2.0  # interval between writes; each takes a few milliseconds of
 class Trackio:
     """Writes a run to the project's trackio database.
 
-    The database is in TRACKIO_DIR, by default ~/.cache/huggingface/trackio or $HF_HOME/trackio.
-    Methods raise the errors of trackio and sqlite3, and `OSError` if the folder cannot be written.
+    The database is in TRACKIO_DIR. The default is $HF_HOME/trackio, or ~/.cache/huggingface/trackio
+    if HF_HOME is not set. Methods raise `OSError` if this folder cannot be written, and also
+    whatever trackio and sqlite3 raise.
     """
 
     extra = "trackio"  # name of the required package, and of the jaxgpt extra that installs it

@@ -124,7 +124,7 @@ def _earlier_saves(run: Run) -> list[dict[str, Any]]:
 
 
 def _start_limits(config: Config | None) -> tuple[float, HangLimit | None]:
-    """Return the timeout in seconds for all processes to join, and the hang watchdog's limit.
+    """Return how many seconds to wait for all processes to join, and the hang watchdog's limit.
 
     The limit is None if train.hang_timeout is None. `config` is None if the configuration is
     invalid. The processes join even then, so that all of them exit with the error.

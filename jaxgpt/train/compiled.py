@@ -1,4 +1,4 @@
-"""The jitted functions of a run, built from a config and a mesh without computing anything."""
+"""The jitted functions of a run, built from a config and a mesh but not yet compiled."""
 
 import functools
 import os
@@ -42,15 +42,15 @@ from jaxgpt.train.step import Metrics, train_step
 # By default, XLA's CPU compiler removes the barriers that jax.checkpoint inserts. XLA then merges
 # recomputed operations with the original ones, so the original results stay in memory.
 CPU_STEP_OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# Initialisation runs once, so LLVM's expensive passes would take longer than they save.
+# Initialization runs once, so LLVM's expensive passes would take longer than they save.
 CPU_INIT_OPTIONS = {"xla_backend_optimization_level": 1}
 # Overlap collectives with computation. On a single GPU there are no collectives.
 SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # Without this option, cuDNN attention sums its gradients in an order that depends on timing. XLA
 # still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
-# XLA would compute the matmuls of kernels/float8.py in bfloat16 if it used Triton, or if it merged
-# matmuls that share an operand (such as the query and key projections).
+# Disable Triton, and the merging of matmuls that share an operand (such as the query and key
+# projections). With either one, XLA would compute the matmuls of kernels/float8.py in bfloat16.
 FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -67,7 +67,7 @@ class CompiledFunctions:
     n_parameters: tuple[int, int]  # (total, excluding lookup embeddings), from `count_parameters`
     warnings: tuple[str, ...]  # about the layout, the attention kernel and FP8
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
-    state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, to restore checkpoints into
+    state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, used to restore checkpoints
     init: Callable[[], TrainState]
     init_from: Callable[[Params], TrainState]
     """parameters -> the state before the first step."""
@@ -78,7 +78,7 @@ class CompiledFunctions:
     eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
     """(params, int32 (B, T+1) or `TokenRows`) -> weighted mean loss of each row in nats, (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
-    """(params, int32 (B, T+1)) -> scores (B, T) of all tokens except the first of each row."""
+    """(params, int32 (B, T+1)) -> scores (B, T) of every token except the first of each row."""
     eval_logits: Callable[[Params, jax.Array], jax.Array]
     """(params, int32 (B, T+1)) -> float32 next-token logits (B, T, V)."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]

@@ -41,11 +41,11 @@ class Generator(NamedTuple):
     extend: Callable[[Params, Text, jax.Array, Any, Any, Any], Text]
     """(params, text, seed, first, n_cached, end) -> `text` with more generated tokens.
 
-    Each call generates the tokens `first` to `end` - 1, counted from 0 after the prompt. `first`
-    is the number of tokens generated so far, and `end` is at most `n_tokens`. Token i is drawn
-    with a key derived from `seed` and i, so it does not depend on the number of calls. With learned
-    positions, only the first `n_cached` tokens are generated with the KV cache. `n_cached` is the
-    result of `cached_tokens` for the longest prompt.
+    Each call generates tokens `first` to `end` - 1, where token 0 is the first token after the
+    prompt. `first` is the number of tokens generated so far, and `end` is at most `n_tokens`. Token
+    i is drawn with a key derived from `seed` and i, so it does not depend on the number of calls.
+    With learned positions, only the first `n_cached` tokens are generated with the KV cache.
+    `n_cached` is the result of `cached_tokens` for the longest prompt.
     """
 
 
@@ -60,8 +60,9 @@ def make_generator(
 
     Args:
         make_decoder: params -> (decode function, empty KV cache); see `CompiledFunctions`.
-        n_positions: `ModelConfig.n_positions`: block_size with learned positions, None with RoPE.
-        vocab_size: vocabulary size of the tokenizer; the model's may be larger.
+        n_positions: `ModelConfig.n_positions`, which is block_size with learned positions and None
+            with RoPE.
+        vocab_size: vocabulary size of the tokenizer; the model's vocabulary may be larger.
         n_tokens: maximum number of tokens to generate.
         sampling: how each token is chosen.
     """
@@ -151,7 +152,7 @@ def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array)
 
 
 def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
-    """Return `size` tokens of `text` (S,), starting at index `first`, as one row (1, size).
+    """Return the `size` tokens of `text` (S,) that start at index `first`, with shape (1, size).
 
     `first` is at most S - `size`.
     """
@@ -159,7 +160,7 @@ def tokens_1N(text: jax.Array, first: jax.Array, size: int) -> jax.Array:
 
 
 def draw_token(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Draw a token ID, an int32 scalar, as specified by `sampling`."""
+    """Draw a token ID as specified by `sampling`. Returns an int32 scalar."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_V)
     return jax.random.categorical(key, limit_choice(logits_V, sampling))

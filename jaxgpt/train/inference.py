@@ -34,9 +34,9 @@ SMALL_BYTES = 2**28  # for decoding, parameters up to this total size are copied
 def eval_losses(
     model: ShardedModel, params: Params, token_rows: jax.Array | TokenRows
 ) -> jax.Array:
-    """Return the weighted mean loss of each row in nats, float32 (B,), without dropout.
+    """Compute the weighted mean loss of each row in nats, with dropout off.
 
-    The loss of a row is 0 if all its weights are 0.
+    Returns a float32 array of shape (B,). The loss of a row is 0 if all its weights are 0.
 
     Args:
         token_rows: int32 (B, T+1) or `TokenRows`; see `make_batch`. B and T must satisfy the
@@ -52,7 +52,9 @@ def eval_losses(
 
 
 def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> TokenScores:
-    """Return the scores (B, T) of all tokens except each row's first, without dropout.
+    """Score every token except the first of each row, with dropout off.
+
+    Returns arrays of shape (B, T).
 
     Args:
         tokens: int32 (B, T+1). B must be divisible by the number of devices that the rows are split
@@ -71,12 +73,12 @@ def eval_tokens(model: ShardedModel, params: Params, tokens: jax.Array) -> Token
 
 
 def eval_logits(model: ShardedModel, params: Params, tokens: jax.Array) -> jax.Array:
-    """Return next-token logits_BTV in float32, without dropout.
+    """Compute the next-token logits, with dropout off.
 
-    V excludes the padding of the vocabulary.
+    Returns a float32 array of shape (B, T, V), where V excludes the padding of the vocabulary.
 
     Args:
-        tokens: int32 (B, T+1), as for `eval_tokens`. The last token of each row is not an input.
+        tokens: int32 (B, T+1), as for `eval_tokens`. The last token of each row is ignored.
     """
 
     def logits(network: GPT, batch: Batch) -> jax.Array:
@@ -150,7 +152,7 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 def _sharded_decode(
     model: ShardedModel, graph: nnx.GraphDef, params: Params, *operands: Any
 ) -> tuple[jax.Array, Cache]:
-    """Compute `decode_step` with sharded parameters; each device caches only its heads."""
+    """Compute `decode_step` with sharded parameters; each device caches only its own heads."""
 
     def local(params: Params, *operands: Any) -> tuple[jax.Array, Cache]:
         params, grad_accumulators = local_params(params, model.layouts)

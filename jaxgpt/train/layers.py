@@ -15,11 +15,12 @@ from jaxgpt.train.sharded_model import ShardedModel
 def layer_values(
     model: ShardedModel, step: jax.Array, batch: Batch, gradients: Params, params: Params
 ) -> dict[str, jax.Array] | None:
-    """Return the per-layer values for the fields of `LayersRecord`, by name: float32 (L,).
+    """Return the values of the fields of `LayersRecord`, by name.
 
-    The values are zero unless `step` is a multiple of train.layers_every. If train.layers_every is
-    0, the result is None. Activations are measured in a separate forward pass, so the other steps
-    are not slowed down.
+    Each value is a float32 array of shape (L,), with one element per layer. The values are zero
+    unless `step` is a multiple of train.layers_every. If train.layers_every is 0, the result is
+    None. Activations are measured in a separate forward pass, so the other steps are not slowed
+    down.
     """
     every = model.config.train.layers_every
     if not every:
@@ -37,15 +38,18 @@ def layer_values(
 
 
 def norms_L(arrays: Params) -> jax.Array:
-    """Return the L2 norm of each layer in a tree of float32 arrays (L, ...): float32 (L,)."""
+    """Return the L2 norm of each layer, as a float32 array of shape (L,).
+
+    `arrays` is a tree of float32 arrays (L, ...).
+    """
     squares_L = (jnp.square(x).sum(range(1, x.ndim)) for x in jax.tree.leaves(arrays))
     return jnp.sqrt(sum(squares_L))
 
 
 def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.Array:
-    """Return the RMS of each block's output over the global batch, without dropout: float32 (L,).
+    """Compute the RMS of each block's output over the global batch, with dropout off.
 
-    The output is the residual stream after the block.
+    The output is the residual stream after the block. Returns a float32 array of shape (L,).
     """
     B, T = batch.tokens.shape
     n = 1  # a pipeline splits the batch itself

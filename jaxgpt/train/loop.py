@@ -34,7 +34,7 @@ class StepsResult(NamedTuple):
     step: int
     stopping: bool = False  # a signal or the time limit stops the run
     spike: StepMetrics | None = None  # the step that calls for a rewind
-    corrupted: tuple[int, ...] = ()  # mesh indices of devices that differ from the other replicas
+    corrupted: tuple[int, ...] = ()  # mesh indices of devices; see `devices_that_differ`
     failure: str = ""  # why the run cannot continue
 
 
@@ -72,8 +72,8 @@ def train(
             evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
         result = run_with_restarts(run, state, trainer)
     except UsageError:  # for example, because the data has disappeared
-        # Finish the checkpoint that is being saved, but only if there is a single process: this is
-        # a collective operation that other processes may never join.
+        # Finish the save in progress, but only in a single-process run, because `close` is a
+        # collective operation that other processes may never join.
         if cluster.size == 1:
             trainer.job.checkpoints.close(is_final=False)
         raise
@@ -128,14 +128,14 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
 
 
 def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
-    """Train from the step after `run.resume_step` until the run ends, stops, fails or restarts.
+    """Train from the step after `run.resume_step` until the run ends, stops, fails or must restart.
 
     The first step donates `state`, so the caller must not use it afterwards. All saves have
     finished when this returns. All processes call this together.
 
     Raises:
         UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
-            when `Checkpoints.close` raises it.
+            if `Checkpoints.close` raises it.
         OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
             folder for a profile cannot be created or removed.
         ValueError: if JAX writes no trace for a profile.
@@ -209,10 +209,10 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Return the mesh indices of devices that differ from their replicas; empty if no check is due.
+    """Return the mesh indices of devices whose parameters differ from their replicas.
 
     If train.verify_interval is set, replicas are compared at this interval and before every save.
-    All processes call this together.
+    The result is empty if no comparison is due. All processes call this together.
     """
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):

@@ -72,9 +72,9 @@ def restart_from(
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
             undamaged or checkpoint.on_damage=refuse. Also raised if the arrays of the initial
             weights are damaged.
-        UsageError: if a file cannot be read, renamed or written, if rewinds.json or the JSON of the
-            checkpoint or of the initial weights is damaged or invalid, or if the initial weights
-            are missing.
+        UsageError: if a file cannot be read, renamed or written, if rewinds.json, the checkpoint's
+            JSON or the initial weights' JSON is damaged or invalid, or if the initial weights are
+            missing.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
             removed, or if the output pipe is closed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
@@ -120,7 +120,7 @@ def restart_from(
 def _as_of(
     checkpoint: int | None, run: Run, cluster: ProcessGroup, rewind: dict[str, Any] | None
 ) -> Run:
-    """Return the run, updated with the checkpoint's JSON, steps to skip and missing records.
+    """Return a copy of the run with the checkpoint's JSON, steps to skip and missing records.
 
     All processes call this together. Raises the same `UsageError` and `OSError` as `restart_from`.
     """
@@ -183,7 +183,7 @@ def _read_state(run: Run, job: Job) -> TrainState:
 
 
 def initial_state(steps: CompiledFunctions, cluster: ProcessGroup) -> TrainState:
-    """Return the state before the first step, initialised from train.seed.
+    """Return the state before the first step, initialized from train.seed.
 
     All processes call this together. Raises `RuntimeError` if JAX fails, for example because it
     runs out of memory.
@@ -235,7 +235,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
 
     Raises:
         NoRewind: on every process, if the run cannot rewind.
-        UsageError: on every process, if rewinds.json is damaged or unreadable, or when
+        UsageError: on every process, if rewinds.json is damaged or unreadable, or if
             `valid_checkpoints` raises it.
         OSError: on process 0, if the run cannot rewind and the table of spikes cannot be read or
             printed.
@@ -269,14 +269,15 @@ def after_corruption(
     processes call this together.
 
     Args:
-        devices: mesh indices of devices whose parameters differ from the other replicas.
+        devices: mesh indices of devices whose parameters differ from their replicas.
         last: the step after which the difference was found.
-        earlier: the checkpoints that earlier calls returned; this call appends its result.
+        earlier: the checkpoints that earlier calls returned. This call appends the checkpoint that
+            it returns.
 
     Raises:
-        DeviceFailed: on every process, if `earlier` contains this checkpoint `MAX_CORRUPTIONS`
-            times.
-        UsageError: on every process, when `newest_undamaged` raises it.
+        DeviceFailed: on every process, if `earlier` already contains the checkpoint
+            `MAX_CORRUPTIONS` times.
+        UsageError: on every process, if `newest_undamaged` raises it.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

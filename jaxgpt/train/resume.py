@@ -49,7 +49,7 @@ EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_in
 # `data` keys that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
 CONVERTED_FOLDER = "init_from"  # folder for converted weights, in the run directory
-# Keys that are not reported as changed. The mesh and the batch size have their own log lines, a
+# Keys whose changes are not reported. The mesh and the batch size have their own log lines, a
 # resumed run no longer uses its initial weights, and the other keys change only the log.
 _NOT_REPORTED = (
     "parallel.mesh", "train.batch_size", "train.init_from", "train.log_columns",
@@ -210,7 +210,7 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
 
     If the run directory `out` has undamaged checkpoints, return the options of the newest one
     instead, because a resumed run no longer uses its initial weights. The keys have no `model.`
-    prefix. The options do not include model.dropout and model.attention. Raises `UsageError` if the
+    prefix. The options exclude model.dropout and model.attention. Raises `UsageError` if the
     options cannot be read.
     """
     directory = Path(out) if out else None
@@ -366,7 +366,7 @@ def ranges_to_skip(
 ) -> tuple[tuple[int, ...], list[str]]:
     """Return all ranges that a run skips, and warnings about ranges in `asked`.
 
-    The result includes the ranges skipped before the checkpoint. It has the format of
+    The ranges include those skipped before the checkpoint. They have the format of
     train_range_to_skip: first, last, first, last, ... A range in `asked` causes a warning if some
     of its steps were trained before the checkpoint was saved. Raises `UsageError` if the checkpoint
     has an unknown or malformed setting.

@@ -75,7 +75,7 @@ class Run:
     notes: list[str]  # lines for the log
     damaged: Sequence[tuple[int, str]] = ()  # (step, reason) of checkpoints after `resume_step`
     missing_records: Sequence[str] = ()  # `EVAL_RECORDS` due at `resume_step` but not logged
-    init_folder: str | None = None  # folder of the initial weights, which may no longer exist
+    init_folder: str | None = None  # folder of the initial weights; may no longer exist
     init_step: int | None = None  # step of the initial weights; may not be the folder's newest
 
     @property
@@ -150,7 +150,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host: bool) -> None:
     """Raise `UsageError` if process 0 has different data or a different tokenizer."""
     differ = dataset.sources[:1] if dataset.tokenizer_meta != decided["tokenizer"] else ()
-    # Hashes are compared by the first process of each host, and by any process whose paths differ
+    # The first process of each host compares hashes, and so does any process whose paths differ
     # from those of process 0.
     if not differ and (is_first_of_host or _paths(dataset) != decided["paths"]):
         hashes = zip(
@@ -162,13 +162,13 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
         differ = [source for source, found, expected in hashes if found != expected]
     for source in differ:
         raise UsageError(
-            f"{source.entry.key}: {source.entry.path} on host {platform.node()} or its tokenizer "
-            "differs from the files of process 0; all hosts need the same files"
+            f"{source.entry.key}: {source.entry.path} or its tokenizer on host {platform.node()} "
+            "differs from the copy that process 0 reads; all hosts need the same files"
         )
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the decisions that process 0 makes for all processes, as a JSON value.
+    """Return the decisions that process 0 makes for all processes, as a dict for JSON.
 
     Raises the same errors as `prepare_run`.
     """
@@ -238,7 +238,7 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges to skip, from this command and earlier ones, and notes for the log.
+    """Return the ranges that this command and earlier ones skip, and notes for the log.
 
     The ranges are (first, last) steps. `kept` is the config.yaml that earlier commands wrote. If
     this file is missing or damaged, the notes contain a warning.
@@ -318,8 +318,8 @@ def _paths(dataset: Dataset) -> list[str]:
 def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return the data settings with absolute paths, and with any file list converted to `blend`.
 
-    Each line of `blend` also names its corpus. If the file in data.tokenizer does not exist, its
-    path stays relative. Raises `UsageError` as `entries` does.
+    Each line of `blend` also names its corpus. If data.tokenizer is not the path of an existing
+    file or folder, it stays unchanged. Raises `UsageError` as `entries` does.
     """
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))

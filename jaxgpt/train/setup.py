@@ -29,7 +29,7 @@ from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
-    """The parts of a run that the training loop uses, and that all restarts share."""
+    """The parts of a run that the training loop uses. They stay the same across restarts."""
 
     job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # the compiled `train_step`
@@ -39,7 +39,7 @@ class Trainer(NamedTuple):
     stop: StopSignal
     profile: StepProfile
     # Number of steps started, for `StopSignal`. Unlike the step number, this does not decrease on a
-    # rewind. Numbers start at 1, because JAX stops the job at 1 if a signal arrives before the
+    # rewind. The count starts at 1, because JAX stops the job at 1 if a signal arrives before the
     # first step.
     ticks: Iterator[int]
 

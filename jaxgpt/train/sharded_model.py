@@ -79,7 +79,7 @@ class ShardedModel(NamedTuple):
     def run_on_shards(
         self, local: Callable[[Params, Batch], Any], params: Params, batch: Batch
     ) -> Any:
-        """Run `local` on each device's shards of `params` and `batch`, and return its result.
+        """Run `local` on each device's shards of `params` and `batch`, and return the result.
 
         The result must be the same on all devices. This applies `jax.shard_map`.
         """

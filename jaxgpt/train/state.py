@@ -45,15 +45,16 @@ class TrainState(NamedTuple):
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:
-    """Return a run's optimizer for unsharded parameters, which does not apply the learning rate.
+    """Return a run's optimizer for unsharded parameters.
 
-    model.vocab_size must be set. Raises `UsageError` as `make_optimizer` and `weights` do.
+    It does not apply the learning rate. model.vocab_size must be set. Raises `UsageError` as
+    `make_optimizer` and `weights` do.
     """
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
 
 def init_state(config: Config) -> TrainState:
-    """Return the state before the first step, with parameters initialised from train.seed.
+    """Return the state before the first step, with parameters initialized from train.seed.
 
     model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
     """
@@ -80,7 +81,7 @@ def state_of(config: Config, params: Params) -> TrainState:
 
 
 def state_shapes(config: Config, mesh: Mesh) -> TrainState:
-    """Return the shape, dtype and sharding of every array in the state, without computing them.
+    """Return the shape, dtype and sharding of every array in the state, without allocating it.
 
     parallel.zero_stage determines how the parameters and the optimizer state are sharded, and
     parallel.offload determines which of them are in host memory. model.vocab_size must be set.
@@ -133,9 +134,9 @@ def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str
 def state_from_checkpoint(
     tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
 ) -> TrainState:
-    """Rebuild the state, with the structure of `shapes`, from a checkpoint's contents.
+    """Rebuild the state from a checkpoint's contents. The result has the structure of `shapes`.
 
-    `tree` and `meta` are the restored arrays and JSON, which include the results of
+    `tree` and `meta` are the restored arrays and JSON. They include the results of
     `checkpoint_tree` and `checkpoint_json`. The shapes of the arrays are not checked. Raises
     `KeyError` if `params` or an array of the optimizer state is missing.
     """

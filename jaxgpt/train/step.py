@@ -32,7 +32,7 @@ class StepValues(NamedTuple):
     With parallel.offload=state, `gradients` and `params` are in host memory.
     """
 
-    loss: jax.Array  # weighted mean cross-entropy of the global batch, nats: float32 scalar
+    loss: jax.Array  # weighted mean cross-entropy of the global batch in nats: float32 scalar
     grad_norm: jax.Array  # global norm of the gradient before clipping: float32 scalar
     lr: jax.Array  # learning rate: float32 scalar
     rows: dict[str, jax.Array]  # `LossParts.rows` and `LossParts.aux`: float32 (B,), by name
@@ -137,7 +137,7 @@ def loss_and_gradients(
     """Return the losses of each row, and the gradients of the weighted mean loss.
 
     Auxiliary losses are added to the loss before it is differentiated (see `mlp.AuxLosses`).
-    `step` (int32, from 1) selects the dropout masks and any injected fault.
+    `step` (int32, counted from 1) selects the dropout masks and any injected fault.
 
     Returns:
         `LossParts.rows` and `LossParts.aux` of the global batch, by name: float32 (B,). The entry

@@ -1,4 +1,4 @@
-"""Muon on a mesh: every device orthogonalises its share of the matrices."""
+"""Muon on a mesh: every device orthogonalizes its share of the matrices."""
 
 import functools
 import math

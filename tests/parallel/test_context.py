@@ -315,11 +315,11 @@ def test_eight_devices_need_less_than_a_sixth_of_the_memory(impl, remat):
         ),
         (
             "--mesh context=2 model.dropout=0.1 parallel.context_impl=ring",
-            "a ring has no dropout of attention weights, but model.dropout=0.1",
+            "ring attention cannot use attention dropout, but model.dropout=0.1",
         ),
         (
             "--mesh context=2 model.attention=xla parallel.context_impl=ring",
-            "a ring has its own blockwise kernel, but model.attention=xla",
+            "ring attention has its own blockwise kernel, but model.attention=xla",
         ),
         ("--mesh context=16 model.dropout=0.1", "not possible with ulysses .*, nor with ring"),
         ("--mesh context=2,context=2", "sizes by name"),

@@ -83,7 +83,7 @@ def prepare_text(
             replaced.
         inputs: one or more files, or folders that contain them.
         tokenizer: `char`, a path that `load_tokenizer` accepts, or a tokenizer.
-        json_key: keys of the text in JSON lines and Parquet files; see `LineFormat.key`.
+        json_key: keys that hold the text in JSON lines and Parquet rows; see `LineFormat.key`.
         chat_template: file with a chat template. If `tokenizer` is a path, the default is the
             tokenizer's template.
         val_share: share of the data to use for validation; if 0 or None, the default in `corpus.py`
@@ -95,7 +95,7 @@ def prepare_text(
         pool: worker processes that tokenize files together with this process.
 
     Raises:
-        UsageError: if an option or the input is invalid, or a required package is missing or too
+        UsageError: if an option or the input is invalid, or if a required package is missing or too
             old.
         OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if
             `directory` cannot be written.

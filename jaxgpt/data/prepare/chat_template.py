@@ -58,8 +58,8 @@ class ChatTemplate:
 
         The messages must not contain U+FDD0 or U+FDD1, which mark {% generation %} blocks.
 
-        The answers are the template's {% generation %} blocks. If the template has no such block,
-        an answer is located by rendering the conversation up to the answer's start and up to its
+        The answers are the contents of {% generation %} blocks. If the template has no such block,
+        each answer is located by rendering the conversation up to the answer's start and up to its
         end.
 
         Raises:

@@ -43,7 +43,7 @@ class Corpus:
         """Return the input files, each with the rule for dividing it into splits.
 
         If `split` is set, no file is divided. If it is not set and all files are text, their
-        concatenated text is divided at one character. In all other cases, a hash of each document's
+        concatenated text is divided at one position. In all other cases, a hash of each document's
         text selects the document's split. `pool` counts the characters of text files in parallel.
         Raises `UsageError` if characters are counted and a file is unreadable or not UTF-8.
         """

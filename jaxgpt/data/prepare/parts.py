@@ -92,12 +92,12 @@ def write_parts(
     Args:
         files: at least one file.
         dtype: integer type of the token IDs in the parts, large enough for every ID.
-        folder: the result of `parts_folder`.
+        folder: the folder that `parts_folder` yields.
         pool: the other processes, or None if there are none.
 
     Raises:
-        UsageError: if only some documents have answers. Also raises the errors of `encode_files`.
-        OSError: if a file from `template_files` cannot be read, or a part cannot be written.
+        UsageError: if only some documents have answers. Also raises whatever `encode_files` raises.
+        OSError: if a file from `template_files` cannot be read, or if a part cannot be written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -173,7 +173,7 @@ def _write_part(
     """Tokenize files into `folder`, which is created atomically.
 
     `advance` is called with the number of bytes read. Raises `UsageError` if a file cannot be read
-    or encoded, or only some documents have answers, and `OSError` if the part cannot be written.
+    or encoded or if only some documents have answers, and `OSError` if the part cannot be written.
     """
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_UNFINISHED))
     tokens: dict[str, int] = {}

@@ -26,8 +26,8 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
     """Connect the job's processes, so that process 0 can use the others as a pool.
 
     The other processes enter the block after process 0 has left it. If there are several processes,
-    this restores the default actions of SIGINT and SIGTERM, and an exception in the block
-    terminates the job at once. All processes must call this.
+    SIGINT and SIGTERM are reset to their default actions, and an exception in the block terminates
+    the job at once. All processes must call this.
 
     Each process uses `threads` threads to tokenize text, and sets RAYON_NUM_THREADS to this number.
     By default, the CPUs of a host are divided evenly among its processes.

@@ -114,7 +114,7 @@ class InputFile:
 def characters_of(file: InputFile) -> set[str]:
     """Return the distinct characters in the text of a file.
 
-    Raises the errors of `InputFile.chunks`.
+    Raises whatever `InputFile.chunks` raises.
     """
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):
@@ -133,7 +133,7 @@ def encode_files(
 
     Raises:
         UsageError: if a file cannot be read or encoded, or if a document with answers contains the
-            end-of-text token before its end. Also raises the errors of `InputFile.chunks`.
+            end-of-text token before its end. Also raises whatever `InputFile.chunks` raises.
     """
     chunks = itertools.chain.from_iterable(file.chunks(tokenizer, advance) for file in files)
     for has_answers, same in itertools.groupby(chunks, _has_answers):

@@ -116,12 +116,12 @@ def megatron_writer(
 ) -> Iterator[Callable[[np.ndarray, bool], None]]:
     """Yield a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
 
-    The function takes token IDs, shape (tokens,), and `ends=False` if the document continues in the
-    next call. Both files appear when the block ends. The last document must be complete. `dtype`
-    must be one of `CODES`.
+    The function takes token IDs of shape (tokens,). Pass `ends=False` if the document continues in
+    the next call. Both files appear when the block ends. The last document must be complete.
+    `dtype` must be one of `CODES`.
 
     Raises:
-        UsageError: if a token ID does not fit into `dtype`, or a document has more than 2^31 - 1
+        UsageError: if a token ID does not fit into `dtype`, or if a document has more than 2^31 - 1
             tokens.
         OSError: if a file cannot be written.
 

@@ -1,4 +1,4 @@
-"""Measure errors of this device's attention kernels: `python -m jaxgpt.doctor.prove.attention`.
+"""Measure the errors of this device's attention kernels: `python -m jaxgpt.doctor.prove.attention`.
 
 The output is one JSON object that maps each case to the result of `attention_errors`.
 """

@@ -162,10 +162,11 @@ def numerics(commands: Commands) -> Iterator[Row]:
 
 
 def kernels(commands: Commands) -> Iterator[Row]:
-    """Compare attention kernels with XLA's attention. On a GPU, also compare losses with a CPU's.
+    """Compare attention kernels with XLA's attention.
 
-    Raises `ValueError` if the runs logged different numbers of steps, or no steps. Also raises
-    whatever `Commands.run` and `Commands.json` raise.
+    On a GPU, also compare the losses of a float32 run with those of the same run on a CPU. Raises
+    `ValueError` if the runs logged different numbers of steps, or no steps. Also raises whatever
+    `Commands.run` and `Commands.json` raise.
     """
     if commands.on_gpu:
         words = (*_numerics(commands), "train.dtype=float32")
@@ -375,9 +376,9 @@ def _history(out: Path) -> list[tuple[float, float]]:
 def _relative_difference(
     found: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> float:
-    """Return the largest relative difference between the losses at a step and those in `expected`.
+    """Return the largest relative error of the losses in `found`, compared with `expected`.
 
-    Both arguments have (loss, gradient norm) for the same steps. Returns NaN if a loss is None.
+    Both arguments hold (loss, gradient norm) for the same steps. Returns NaN if a loss is None.
     Raises `ValueError` if the arguments have different lengths or are empty.
     """
     pairs = [(x, y) for (x, _), (y, _) in zip(found, expected, strict=True)]

@@ -21,10 +21,10 @@ from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
 
 OUT = Path("runs/prove")
-MIN_SECONDS = 15  # a check starts only if at least this much time is left
+MIN_SECONDS = 15  # a check starts only if more than this much time is left
 
 Results = dict[str, dict[str, Any]]
-"""The status, reason, seconds and rows of each check that has run, by name of the check."""
+"""The status, reason, seconds and rows of each check that has run, by check name."""
 
 
 def parser() -> CommandParser:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             is_done = results.get(name, {}).get("status") == "done"
             if (not is_done or name in named) and limit > MIN_SECONDS:
                 print(f"{name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-                # A comparison's name may contain any character and may be too long for a file name.
+                # A comparison's name may contain any character or be too long to be a file name.
                 folder = given.out / re.sub(r"[^\w.=-]+", "-", name, flags=re.ASCII)[:200]
                 commands = Commands(folder, limit, given.nanogpt, given.torch, given.text)
                 results[name] = run_check(function, commands)
@@ -106,8 +106,8 @@ def run_check(function: Callable[..., Any], commands: Commands) -> dict[str, Any
 
     The keys are status, reason, seconds and rows. Each row has the fields of `Row`. The status is
     done, missing (data or tools), cut off (by the time limit) or failed. The reason is empty if the
-    status is done. Errors of the check are not propagated. If the check failed, its traceback is
-    printed to stderr.
+    status is done. Errors raised by the check are not propagated. If the check failed, its
+    traceback is printed to stderr.
     """
     began, rows = time.monotonic(), []
     status, reason = "done", ""

@@ -71,7 +71,7 @@ def row(
 class Commands:
     """Runs the commands of one check, and appends their output to `log` in the check's folder.
 
-    If a call of `run`, `report` or `json` reaches the time limit, its output is lost. When a call
+    If a call to `run`, `report` or `json` reaches the time limit, its output is lost. When a call
     ends, the remaining processes in the command's session are killed. All methods raise `OSError`
     if the log cannot be written.
     """

@@ -9,7 +9,7 @@ from jaxgpt.train.reporting.stragglers import straggler_line
 
 
 class Event(NamedTuple):
-    """An event that spans the steps `step` to `last`. Only spikes and rewinds have a `record`."""
+    """An event that spans steps `step` to `last`. Only spikes and rewinds have a `record`."""
 
     kind: str
     step: int
@@ -21,7 +21,7 @@ class Event(NamedTuple):
 def events(records: Mapping[str, Sequence[dict[str, Any]]]) -> list[Event]:
     """Return the events of a run, sorted by step.
 
-    `records` maps each kind of record to a list, which may be empty.
+    `records` maps each kind to a list of records, which may be empty.
     """
     out = []
     for r in records["spike"]:

@@ -24,7 +24,7 @@ TIMES = ACTIVITIES | {
 
 
 class Goodput:
-    """Writes goodput records, using this process's clock."""
+    """Writes goodput records based on this process's clock."""
 
     def __init__(self, clock: Clock, step: int, log: Callable[[GoodputRecord], None]):
         """Start counting after `step`. Each record is passed to `log`."""
@@ -76,7 +76,7 @@ def goodput_records(found: Sequence[dict[str, Any]]) -> list[GoodputRecord]:
 
 
 def account(records: Sequence[GoodputRecord]) -> dict[str, float]:
-    """Return the total seconds of each activity of a run, including `lost` and `down`.
+    """Return the total seconds that a run spent on each activity, including `lost` and `down`.
 
     `records` must be sorted, oldest first. Steps count as `lost` instead of `step` if a later
     record starts from an earlier step. The step time of a record is divided equally among its
@@ -114,10 +114,10 @@ def goodput_line(records: Sequence[GoodputRecord]) -> str:
 
 
 def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
-    """Return a table with the seconds and share of each activity, at most `width` columns wide.
+    """Return a table with the seconds and the share of each activity.
 
-    `records` must be sorted, oldest first. Activities that are not in `TIMES` have no row, but
-    count towards the total.
+    The table is at most `width` columns wide. `records` must be sorted, oldest first. Activities
+    that are not in `TIMES` have no row, but count toward the total.
     """
     total = account(records)
     whole = max(sum(total.values()), 1e-9)

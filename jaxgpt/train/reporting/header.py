@@ -112,7 +112,7 @@ def summary_lines(
 
 
 def _untraced_lines(run: Run) -> list[str]:
-    """Return a line if every step in profile_steps has passed or is skipped."""
+    """Return a line saying that no step is traced, if all of profile_steps are past or skipped."""
     skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
     if not traced or any(step not in skips for step in left):
@@ -124,7 +124,7 @@ def _untraced_lines(run: Run) -> list[str]:
 
 
 def _optimizer_lines(config: Config) -> list[str]:
-    """For Muon, return a line with the numbers of parameters that Muon and AdamW update."""
+    """For Muon, return a line that says how many parameters Muon and AdamW update."""
     if config.optimizer.name != "muon":
         return []
     found = jax.tree.leaves(weights(config.model))
@@ -151,7 +151,7 @@ def _batch_line(config: Config, steps: CompiledFunctions) -> str:
 
 
 def _vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
-    """Return a line if the data's tokenizer uses at most half the vocabulary."""
+    """Return a line if the tokenizer's vocabulary is at most half the size of the model's."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:
         return []

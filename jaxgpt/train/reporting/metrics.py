@@ -84,7 +84,7 @@ class MetricsBuffer:
         )
 
     def _failure_of_last(self, readings: list[StepMetrics]) -> str:
-        """Return an error message if the loss of the last step is not finite, otherwise ""."""
+        """Return an error message if the loss of the last step is not finite, else ""."""
         last = self._config.train.max_iters
         if all(r.step != last or np.isfinite(r.metrics.loss) for r in readings):
             return ""

@@ -83,10 +83,10 @@ class Reporter:
     def log_header(self, facts: dict[str, Any], warnings: Sequence[str]) -> None:
         """Log the header. Process 0 also writes cluster.json, and config.yaml if it is missing.
 
-        Process 0 appends a line to starts.jsonl. If the log is new, the legend of the training
-        lines follows the header. If there is no terminal, the legend is printed only if
-        train.verbose is set. `facts` is the result of `initialize_jax`. Raises `UsageError` on
-        process 0 if cluster.json or config.yaml cannot be written.
+        Process 0 also appends a line to starts.jsonl. If the log is new, the legend of the training
+        lines follows the header. Without a terminal, the legend is printed only if train.verbose is
+        set. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
+        cluster.json or config.yaml cannot be written.
         """
         if not self._enabled:
             return
@@ -129,7 +129,7 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """If the run resumed, log the checkpoint's step, and how the mesh has changed."""
+        """If the run resumed, log the checkpoint's step and any change in the mesh."""
         saved, size = self._run.resume_meta, self._cluster.size
         if self._run.resume_step is None:
             return
@@ -193,7 +193,7 @@ class Reporter:
         """Send this process's host times to process 0, which logs stragglers.
 
         With several processes, this happens every train.log_interval steps. With a single process,
-        this does nothing. The times are piggybacked on the next heartbeat, so nothing waits for
+        this does nothing. The times are piggybacked on the next heartbeat, so no process waits for
         them.
         """
         if self._cluster.size == 1 or step % self._config.train.log_interval:
@@ -207,9 +207,9 @@ class Reporter:
         """Report a step that has been dispatched. If `metrics` is None, the step was skipped.
 
         `known` is the result of `MetricsBuffer.read` for this step. All processes call this
-        together. After the first training step, this waits for the step to finish,
-        gathers the start-up times of all processes and writes startup.json. Raises `UsageError` on
-        process 0 if the file cannot be written.
+        together. After the first training step, this waits for the step to finish, gathers the
+        start-up times of all processes and writes startup.json. Raises `UsageError` on process 0 if
+        startup.json cannot be written.
         """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
@@ -257,7 +257,7 @@ class Reporter:
         )
 
     def _seconds_left(self, step: int) -> float | None:
-        """Return the seconds left at the average speed so far; None if no step has been timed."""
+        """Estimate the seconds left from the average speed so far; None if no step was timed."""
         began, first = self._began
         if step <= first:
             return None
@@ -386,7 +386,7 @@ class Reporter:
         """Log how the run ended, and close every log and tracker.
 
         If the last evaluation was at `step`, its losses are appended to `last_line`. `has_failed`
-        is False if the run finished, or was stopped by a signal or the time limit.
+        is False if the run finished or if a signal or the time limit stopped it.
         """
         self._console.end_progress()
         if self._evaluated is not None and self._evaluated.step == step:
@@ -446,7 +446,7 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
 
 
 def _data_line(sizes: BatchSizes, step: int) -> str:
-    """Return a line about a batch size that has changed after step `step` (at least 1)."""
+    """Return a line about a change of batch size after `step`, which must be at least 1."""
     return (
         f"data: step {step + 1} begins at sequence {sizes.consumed(step):,}; "
         f"train.batch_size={sizes.at(step + 1)} (was {sizes.at(step)})"

@@ -1,4 +1,4 @@
-"""Detection of stragglers on process 0. A straggler is a process that slows down all others.
+"""Straggler detection on process 0. A straggler is a process that slows down all others.
 
 All processes have the same step time, because the others wait for the straggler in collectives.
 Processes are therefore compared by their own time, which excludes waiting for devices. A process's
@@ -34,7 +34,7 @@ class Stragglers:
     def compare(self, step: int, messages: dict[int, str]) -> list[StragglerRecord]:
         """Return a record for each process that has just become a straggler.
 
-        Each process is reported at most once. `messages` maps ranks to their `HostTimes` as JSON,
+        Each process is reported at most once. `messages` maps each rank to its `HostTimes` as JSON,
         in seconds. An interval ends when every process has sent new times. Until an interval ends,
         this returns an empty list.
         """

@@ -205,7 +205,7 @@ def test_inputs_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="--input .*no.txt: cannot be read"):
         prepare_text(tmp_path / "d", [tmp_path / "no.txt"], "char")
-    with pytest.raises(UsageError, match="empty: contains no files named .txt, .*give the files"):
+    with pytest.raises(UsageError, match="empty: has no files ending in .txt, .*give the files"):
         prepare_text(tmp_path / "d", [tmp_path / "empty"], "char")
     (tmp_path / "b.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     for megatron, names in ((False, "`char`, `byte`, a"), (True, "`byte`, a")):
