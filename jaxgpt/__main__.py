@@ -14,7 +14,7 @@ COMMANDS = {
     "plan": "estimate memory, communication and time on devices that you do not have",
     "doctor": "check a machine: devices, network, collectives, file system",
     "launch": "start a job with the machine's own launcher",
-    "report": "show runs as one page, live or as tables: curves, start-up, goodput, spikes",
+    "report": "show runs as a page, a live view or tables: curves, start-up, goodput, spikes",
     "bench": "measure how fast jaxgpt is on this machine",
 }
 

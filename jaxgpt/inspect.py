@@ -8,9 +8,9 @@ after `--run`, such as data.path=DIR, override the run's settings.
 If the data has a loss mask, `targets` is the number of tokens in a row that count toward the loss.
 The text of these tokens is printed between [[ and ]].
 
-`sequence` is the index of a row among all rows of the run, from 0. Changing train.batch_size
-neither repeats nor skips a sequence. For steps up to the newest checkpoint, the command
-uses the batch size that the run trained with; for later steps, it uses train.batch_size.
+`sequence` is the index of a row among all rows of the run, from 0. If train.batch_size changes, no
+sequence is repeated or skipped. For steps up to the newest checkpoint, the command uses the batch
+size that the run trained with; for later steps, it uses train.batch_size.
 """
 
 import functools
@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> None:
         run = arguments.run
         if run and not (run / "config.yaml").is_file() and saved_settings(run) is None:
             raise UsageError(f"--run {run}: has no config.yaml; give a run directory")
-        # Do not read the initial weights, which may be gone. config.yaml has the model's sizes.
+        # Do not read the initial weights, which may be gone. config.yaml has the model's
+        # dimensions.
         model_of = None if run else initial_model
         config = parse_args(
             [*base, *arguments.settings], parser().prog, model_of, saved_settings=saved_settings
@@ -97,8 +98,9 @@ def _look_up(
 
     A record contains `step`, `row` and the values returned by `origin`. If there is a loss mask, it
     also contains `targets`, the number of targets that count toward the loss. `run` is None if
-    there is no run directory. The tokens of all rows are int32 (B, T+1). Their weights are uint8
-    (B, T+1), or None if there is no loss mask. Notes are remarks and warnings for the user.
+    there is no run directory. The tokens cover all rows of the step, as int32 (B, T+1). The loss
+    weights are uint8 (B, T+1), or None if there is no loss mask. Notes are remarks and warnings for
+    the user.
 
     Raises:
         UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
@@ -143,7 +145,10 @@ def row_text(run: Path, step: int, row: int) -> str:
 
 
 def _chosen_rows(given: str | None, batch_size: int) -> range:
-    """Return the rows that `--rows` selects (default: all); raise `UsageError` if it is invalid."""
+    """Return the rows that `--rows` selects, by default all rows.
+
+    Raises `UsageError` if `--rows` is invalid.
+    """
     if found := re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})|([0-9]{1,9})", given or ":"):
         first, end, only = found.groups()
         start = int(only or first or 0)
@@ -178,10 +183,11 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
     """Return notes on why a run may not have trained on these rows at this step.
 
-    The reasons are a skipped step, different data or a different train.seed. The data and the seed
-    are compared with those of the next checkpoint or, if all checkpoints are earlier, the newest.
-    `run` is None if there is no run directory. Raises `UsageError` if the data, rewinds.json or a
-    checkpoint's JSON cannot be read, or if the setting train_range_to_skip is malformed.
+    Possible reasons are a skipped step, different data or a different train.seed. The data and the
+    seed are compared with those in the first checkpoint at or after `step` or, if there is no such
+    checkpoint, in the newest checkpoint. `run` is None if there is no run directory. Raises
+    `UsageError` if the data, rewinds.json or a checkpoint's JSON cannot be read, or if the setting
+    train_range_to_skip is malformed.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -219,13 +225,14 @@ def row_losses(
     weights: np.ndarray | None,
     cluster: ProcessGroup,
 ) -> np.ndarray:
-    """Return each row's mean loss in nats: float32 (B,). The parameters are from step `at`.
+    """Return each row's mean loss in nats, as float32 (B,).
 
-    `tokens` and `weights` come from `_look_up`. The mean is weighted. If all weights of a row are
-    0, its mean is 0. This starts JAX. All processes must call this. Raises `UsageError` if the mesh
-    does not fit the devices or the batch, if the attention kernel cannot be used, or if the
-    checkpoint is damaged or does not fit the configuration. Also raises whatever `initialize_jax`
-    and `restore_params` raise.
+    The parameters come from the checkpoint of step `at`. `tokens` and `weights` come from
+    `_look_up`. Each mean is weighted by `weights`, unless `weights` is None. If all weights of a
+    row are 0, the row's mean is 0. This starts JAX. All processes must call this. Raises
+    `UsageError` if the mesh does not fit the devices or the batch, if the attention kernel cannot
+    be used, or if the checkpoint is damaged or does not fit the configuration. Also raises whatever
+    `initialize_jax` and `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 
@@ -237,7 +244,7 @@ def row_losses(
     from jaxgpt.parallel.mesh import job_mesh
     from jaxgpt.train.compiled import make_steps
 
-    # The step may have had a batch size that is not divisible into microbatches.
+    # The batch size of this step may not be divisible into microbatches.
     config = config.replace(train__batch_size=len(tokens), train__matmul_dtype=None)
     if len(tokens) % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
@@ -290,7 +297,7 @@ def show(
 def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:
     """Return the text of a row, with [[ and ]] around the targets that count toward the loss.
 
-    `ids` and `weights` have one number for each token. A target counts unless its weight is 0. The
+    `ids` and `weights` have one element per token. A target counts unless its weight is 0. The
     first token is not a target.
     """
     counts = [False, *map(bool, weights[1:])]

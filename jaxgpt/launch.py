@@ -75,8 +75,8 @@ def parser() -> CommandParser:
     out.add_argument("--print", action="store_true", help=printed)
     out.epilog = (
         "If COMMAND starts with python or python3, all hosts use the Python that runs "
-        f"jaxgpt.launch. A path is left unchanged. {JOB_START} is set to the current time if the "
-        "job script has not set it."
+        f"jaxgpt.launch. A path to Python is left unchanged. {JOB_START} is set to the current "
+        "time if the job script has not set it."
     )
     return out
 
@@ -114,9 +114,9 @@ def main(argv: list[str] | None = None) -> None:
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options and the command, which starts after the first `--`.
 
-    If there is no `--`, the command starts at the first word that is not an option or its value.
-    All options except --print, -h and --help take a value, after `=` or as the next word. If there
-    is no command, the second list is empty.
+    If there is no `--`, the command starts at the first word that is neither an option nor an
+    option's value. All options except --print, -h and --help take a value, after `=` or as the next
+    word. If there is no command, the second list is empty.
     """
     if "--" in argv:
         end = argv.index("--")

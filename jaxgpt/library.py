@@ -80,7 +80,8 @@ def load_config(config: str | Path = "tiny", *settings: str) -> Config:
 
     Args:
         config: name of a preset, or path of a YAML file, such as the config.yaml of a run.
-        settings: arguments of the command, such as "train.max_iters=100" or "--mesh", "2,1,4".
+        settings: arguments of the command, such as "train.max_iters=100", or the two arguments
+            "--mesh", "2,1,4".
 
     Raises:
         UsageError: if the file or the initial weights cannot be read, if a setting is unknown or
@@ -146,9 +147,9 @@ def load_model(
     batch_size: int = 1,
     cluster: ProcessGroup | None = None,
 ) -> Model:
-    """Return a trained model, for `logits`, `generate` and `score`. This starts JAX.
+    """Return a trained model with the methods `logits`, `generate`, `generate_tokens` and `score`.
 
-    All processes of the job must call this together.
+    This starts JAX. All processes of the job must call this together.
 
     Args:
         run: a run directory, or the folder of a Hugging Face model, with or without the prefix
@@ -184,7 +185,7 @@ def load_model(
 
 
 class Trainer:
-    """A training run in Python, without the loop, logging and recovery of `jaxgpt.train`.
+    """A training run in Python, without the main loop, logging or recovery of `jaxgpt.train`.
 
     With the same configuration and devices, a trainer takes the same steps as `jaxgpt.train`, bit
     for bit (on GPUs, with train.deterministic). However, a trainer does not rewind after a loss
@@ -254,8 +255,8 @@ class Trainer:
         It differs from the configuration passed to `Trainer` in these settings:
 
         - Data paths are absolute.
-        - Each line of data.blend names a corpus, and data.file_list is converted to data.blend.
-        - model.vocab_size is set and, if data.document_mask is set, also data.end_of_text.
+        - data.file_list is converted to data.blend, and each line of data.blend names its corpus.
+        - model.vocab_size is set. If data.document_mask is set, data.end_of_text is also set.
         - train.batch_size_per_device is converted to train.batch_size.
         - After `restore`, train_range_to_skip includes the ranges that the restored run skips.
         """
@@ -310,7 +311,8 @@ class Trainer:
     ) -> list[dict[str, float | None]]:
         """Train the next `n_steps` steps. Return a dict for each step, with `step` and the metrics.
 
-        `report`, for example `print`, is called with each dict as soon as its step has finished.
+        `report` is a function, such as `print`, that is called with each step's dict as soon as the
+        step has finished.
 
         By default, train the remaining steps up to train.max_iters, and return an empty list if
         there are none. If `n_steps` (at least 1) is given, training may continue beyond
@@ -386,7 +388,7 @@ class Trainer:
         with self._lock:
             first, end = self._n_on_host, len(self._history)
             records = self._history[first:end]
-            # JAX sorts the keys, so update the records in place.
+            # JAX returns dicts with sorted keys, so update the records in place.
             for record, on_host in zip(records, jax.device_get(records), strict=True):
                 for name, value in on_host.items():
                     record[name] = None if value is None else np.asarray(value).item()
@@ -411,7 +413,7 @@ class Trainer:
         return compiled
 
     def evaluate(self) -> EvalRecord:
-        """Return the mean losses over train.eval_iters batches of each split, in nats per token.
+        """Return each split's mean loss in nats per token, over train.eval_iters batches.
 
         A loss is NaN if no target counts toward it. Raises `UsageError` if the data cannot be read.
         Also raises the same errors as `state`.
@@ -428,7 +430,7 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """The model with the parameters after `step`, for `generate` and `logits`.
+        """The model after `step`, with methods such as `generate` and `logits`.
 
         `train` and `restore` update it. Raises the same errors as `state`.
         """
@@ -454,8 +456,9 @@ class Trainer:
         """Save a checkpoint of this step in a run directory, and wait until it is complete.
 
         `python -m jaxgpt.train --out RUN` continues the run. Commands that do not need
-        metrics.jsonl, such as jaxgpt.sample, can read it. Older checkpoints are removed according
-        to the retention settings. Without a metrics.jsonl, checkpoint.keep_best has no effect.
+        metrics.jsonl, such as jaxgpt.sample, can read the run. Older checkpoints are removed
+        according to the retention settings. Without a metrics.jsonl, checkpoint.keep_best has no
+        effect.
 
         Raises:
             UsageError: if `run` is not a valid path, if the directory contains another run, a
@@ -564,7 +567,7 @@ def _path(name: str, value: str | Path, what: str = "the path of a run directory
 
 
 def _step(step: int | None) -> int | None:
-    """Return the argument `step`. Raise `UsageError` if it is not an integer or None."""
+    """Return `step`. Raise `UsageError` if it is neither an integer nor None."""
     if not (step is None or is_integer(step)):
         raise UsageError(f"step={step!r}: must be a whole number; None means the newest")
     return step
@@ -573,7 +576,7 @@ def _step(step: int | None) -> int | None:
 def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
     """Return `cluster` or, if it is None, the result of `join_alone`.
 
-    Raises `UsageError` if `cluster` has another type, and whatever `join_alone` raises.
+    Raises `UsageError` if `cluster` has the wrong type. Also raises whatever `join_alone` raises.
     """
     if not isinstance(cluster, ProcessGroup | None):
         raise UsageError(
@@ -599,7 +602,7 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 def _warn(notes: Iterable[str]) -> None:
-    """Issue the warnings in log lines as Python warnings."""
+    """Issue a Python warning for each log line that begins with `warning: `."""
     for line in notes:
         if line.startswith("warning: "):
             warnings.warn(line.removeprefix("warning: "), stacklevel=4)

@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
     """
     name = arguments.name if arguments.command == "text" else arguments.command
     directory = arguments.out or dataset_directory(DataConfig(dataset=name))
-    directory = Path(os.path.abspath(directory))  # because `.` has no name
+    directory = Path(os.path.abspath(directory))  # absolute, because the path `.` has no name
     try:
         lines = prepare(arguments, directory, pool)
     except OSError as error:

@@ -145,9 +145,9 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     """Return the information about a run that `replay` needs, as a dict of JSON values.
 
     - `stretches`: a `Stretch` for each distinct step, sorted by step.
-    - `records`: the metrics in `COMPARED` of each logged step, keyed by the step as a string.
-    - `batch_sizes`: the `BatchSizes.changes` of the run.
-    - `fingerprints`: the `Dataset.fingerprints` of the run.
+    - `records`: each logged step's metrics in `COMPARED`, keyed by the step as a string.
+    - `batch_sizes`: the run's `BatchSizes.changes`.
+    - `fingerprints`: the run's `Dataset.fingerprints`.
 
     Damaged checkpoints are ignored. Raises `UsageError` if `run` is not a run directory with
     checkpoints, if a checkpoint is temporarily unreadable or belongs to another step, or if a step
@@ -217,14 +217,14 @@ def _parts(
             train["gradient_accumulation_steps"] = 1
         return {**configs[0], "train": train}
 
-    # All parts use the same parallelism. The last configuration has the skip ranges of all steps.
+    # All parts use the same parallelism. The skip ranges in the last configuration cover all steps.
     shared = {key: config_of(last)[key] for key in ("parallel", "train_range_to_skip")}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
     return [[end, config_of(end) | shared] for end in ends]
 
 
 def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
-    """Return the distinct `Conditions` of the steps from `before` + 1 to `last` as lists, in order.
+    """Return the distinct `Conditions` of steps `before` + 1 to `last`, in order, as lists.
 
     `starts` are the run's `start` records, oldest first. Raises `UsageError` if the records do not
     cover these steps.
@@ -283,13 +283,13 @@ class Repeater:
         self._skips = SkipRanges(skip_ranges(config))
 
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
-        """Train the steps again; return the new state and the metrics in `COMPARED`, by step.
+        """Train the steps again. Return the new state, and a dict from each step to its metrics.
 
         `state` must be the state before the first step. All steps must have the batch size in the
         configuration. The caller must not use `state` afterwards, because its arrays are donated.
-        The loss is in nats per token. The metrics are NumPy scalars, or None for a skipped step.
-        All processes call this together. Raises `UsageError` if the data is invalid or cannot be
-        read, and `RuntimeError` if JAX fails.
+        The metrics are those in `COMPARED`, as NumPy scalars, or None for a skipped step. The loss
+        is in nats per token. All processes call this together. Raises `UsageError` if the data is
+        invalid or cannot be read, and `RuntimeError` if JAX fails.
         """
         import jax
 
@@ -306,7 +306,7 @@ class Repeater:
         return state, jax.device_get(found)
 
     def restore_or_init(self, step: int) -> Any:
-        """Return the state after `step`, from its checkpoint; for step 0, the initial state.
+        """Return the state in the checkpoint of `step`, or the initial state if `step` is 0.
 
         The initial state has random weights, even if train.init_from is set. All processes call
         this together. Raises the same errors as `Checkpoints.restore`.
@@ -324,9 +324,9 @@ def compare(
 ) -> list[Difference]:
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
-    `records` has the format of `records` in `find_stretches`. Steps without a record are not
-    compared. If `exact` is True, the metrics must be equal. Otherwise, they may differ by up to
-    the tolerances in `COMPARED`. Non-finite metrics are treated as None.
+    `records` has the same format as `records` in the result of `find_stretches`. Steps without a
+    record are not compared. If `exact` is True, the metrics must be equal. Otherwise, they may
+    differ by up to the tolerances in `COMPARED`. Non-finite metrics are treated as None.
     """
     out = []
     for step, scalars in found.items():

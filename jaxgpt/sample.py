@@ -14,13 +14,13 @@ from jaxgpt.evaluate.model import Model, find_trained, run_folder
 from jaxgpt.evaluate.stop_strings import Written
 from jaxgpt.tracking.appended_file import printable
 
-STREAMED_AT_ONCE = 8  # tokens to generate between updates of --stream
+STREAMED_AT_ONCE = 8  # tokens to generate between updates with --stream
 
 
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.sample", description=__doc__)
     run = ("--run", "--out", "--out-dir")  # --out-dir and --start are nanoGPT's names
-    about = "run directory, or hf:FOLDER for a transformers model"
+    about = "run directory, or hf:FOLDER for a Hugging Face model"
     out.add_argument(*run, type=lambda given: str(file_path(given)), required=True, help=about)
     out.add_argument(
         "--step", type=whole_number(least=0), help="checkpoint to read; default the newest"
@@ -69,11 +69,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(arguments: argparse.Namespace) -> None:
-    """Generate samples. Process 0 prints them, separated by lines with ---.
+    """Generate samples. Process 0 prints them, separated by `---` lines.
 
-    This connects the processes of the job. Raises whatever `check_options` and
-    `join_process_group` raise. In a single-process job, it also raises whatever `samples` raises,
-    and `BrokenPipeError` if the output pipe is closed. In other jobs, these errors end the job.
+    This connects the processes of the job. Raises whatever `check_options` and `join_process_group`
+    raise. In a single-process job, this also raises whatever `samples` raises, and
+    `BrokenPipeError` if the output pipe is closed. In a job with several processes, these errors
+    end the job.
     """
     check_options(arguments)
     with join_process_group() as cluster:
@@ -104,8 +105,8 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
     """Return the prompts to continue, by default one empty prompt.
 
-    As in nanoGPT, `--prompt FILE:NAME` reads the prompt from file NAME. Raises `UsageError` if a
-    file cannot be read, if the --prompts file has no prompts or an invalid line, or if the
+    As in nanoGPT, `--prompt FILE:NAME` reads the prompt from the file NAME. Raises `UsageError` if
+    a file cannot be read, if the --prompts file has an invalid line or no prompts, or if the
     tokenizer cannot encode a prompt.
     """
     if arguments.prompts is not None:
@@ -137,9 +138,9 @@ def read_text(path: Path, where: str) -> str:
 def read_prompt_file(path: Path) -> dict[str, str]:
     """Return the prompts in a file, one per non-blank line.
 
-    The keys name the file and the line, for error messages. In a .jsonl file, each line must be a
-    JSON string, or an object with a `prompt` string. Raises `UsageError` if a line is invalid, or
-    if the file cannot be read or has no prompts.
+    The keys of the dict name the file and the line, for use in error messages. In a .jsonl file,
+    each line must be a JSON string, or an object with a `prompt` string. Raises `UsageError` if a
+    line is invalid, or if the file cannot be read or has no prompts.
     """
     prompts = {}
     for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks a machine, especially one with a GPU: speed, numerics, resuming and memory, in a table.
+# Checks a machine, especially its GPU. Reports speed, numerics, resuming and memory in a table.
 #   bash launch/prove.sh [--minutes 25] [--out DIR] [--nanogpt DIR] [--torch PYTHON] [CHECK ...]
 # Needs neither an installation nor MPI, but the dependencies must be importable (PYTHONPATH).
 # PYTHON=... selects the interpreter. The default is the one in .venv if there is one, else python3.

@@ -145,8 +145,8 @@ def _time_rounds(
 def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     """Compile the step with a change.
 
-    Raises `UsageError` if the change has no effect on the step, or changes the shape or sharding of
-    the state or the batch.
+    Raises `UsageError` if the change has only settings and none of them affects the step, or if it
+    affects the shapes, dtypes or shardings of the state or the batch.
     """
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
@@ -197,7 +197,7 @@ def _jax_options(options: dict[str, Any]) -> Iterator[None]:
 
 
 def _bytes_moved(programs: dict[str, Any]) -> dict[str, int]:
-    """Return the bytes that each program reads and writes, according to `read_work`."""
+    """Return the number of bytes that each program reads and writes, according to `read_work`."""
     return {
         text: sum(work.moved for work in read_work(parse_hlo(program.as_text())).values())
         for text, program in programs.items()

@@ -32,7 +32,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings. By default, the
     checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
-    directory. If checkpoint.local is set, empty folders are left in it.
+    folder. If checkpoint.local is set, empty folders are left in it.
 
     Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
     fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever
@@ -144,7 +144,7 @@ def _file_sizes(job: Job) -> list[int]:
 
 
 def _write_files(job: Job) -> dict[str, float]:
-    """Measure the time to write plain files, as large as the checkpoint files, to disk."""
+    """Measure the time to write plain files of the same sizes as the checkpoint files to disk."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
 

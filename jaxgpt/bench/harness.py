@@ -41,12 +41,12 @@ class Value(NamedTuple):
 
     value: Any
     unit: str | None = ""
-    """Such as s, FLOP/s, tokens/s, bytes, or % for a fraction; if None, only the note is shown."""
+    """A unit such as s, bytes, FLOP/s, tokens/s or % (of a fraction); None shows only the note."""
     note: str = ""
 
 
 Result = dict[str, Any]
-"""The measurements of a benchmark by name. Plain values have no unit and no note."""
+"""Maps names to measurements. Plain values have no unit and no note."""
 
 
 def as_json(result: Result) -> str:
@@ -130,10 +130,10 @@ class Job:
     """Initially empty, with the same path on every host; see `open_job`."""
 
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
-        """Start JAX without a compile cache. Return `config` (with its vocabulary) and the mesh.
+        """Start JAX without a compile cache. Return `config` and the mesh.
 
-        Every process must call this. Raises whatever `with_vocabulary`, `initialize_jax` and
-        `job_mesh` raise.
+        The returned config has been completed by `with_vocabulary`. Every process must call this.
+        Raises whatever `with_vocabulary`, `initialize_jax` and `job_mesh` raise.
         """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -162,7 +162,7 @@ def open_job(
 ) -> Iterator[Job]:
     """Connect the processes of the job, and yield the job with a temporary folder.
 
-    The folder is created in `out`, or in the system's temporary directory if `out` is None. It is
+    The folder is created in `out`, or in the system's temporary folder if `out` is None. It is
     removed when the block ends, but may remain if a job with several processes fails. `out` is
     created if it does not exist, and is not removed. SIGTERM and Ctrl-C also remove the temporary
     folder. Even after the block has ended, they terminate the process with status 128 plus the
@@ -190,7 +190,7 @@ def open_job(
     folder.mkdir(exist_ok=True)
 
     def end(number: int, frame: object) -> None:
-        for _ in range(5):  # threads of an unfinished save recreate missing folders
+        for _ in range(5):  # threads of an unfinished save may recreate folders
             shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.1)
         abort_mpi(128 + number)

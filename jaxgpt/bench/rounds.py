@@ -40,10 +40,10 @@ class Rounds:
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialize the state.
 
-        Random tokens replace the data if `synthetic` is set or if data.dataset is missing. The
-        compile cache is empty unless `compile_cache` is set. Raises `OSError` if the random tokens
-        cannot be written. Also raises whatever `vocabulary_size`, `with_vocabulary`, `prepare_run`,
-        `initialize_jax`, `set_up`, `Reporter.start` and `Loader.batch` raise.
+        Random tokens replace the data if `synthetic` is set or if data.dataset is needed but
+        missing. The compile cache is empty unless `compile_cache` is set. Raises `OSError` if the
+        random tokens cannot be written. Also raises whatever `vocabulary_size`, `with_vocabulary`,
+        `prepare_run`, `initialize_jax`, `set_up`, `Reporter.start` and `Loader.batch` raise.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -104,7 +104,7 @@ class Rounds:
         return (time.perf_counter() - began) / n_steps
 
     def profile(self, n_steps: int, directory: Path) -> dict[str, Any]:
-        """Run the compiled step `n_steps` >= 1 times with a profiler trace.
+        """Run the compiled step `n_steps` >= 1 times while recording a profiler trace.
 
         Process 0 writes its trace to `directory`. Returns the result of `Tracing.stop`. Raises
         `OSError` if a process other than 0 cannot create a temporary folder. Also raises whatever
@@ -127,10 +127,10 @@ class Rounds:
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
     """Return `config`, with random tokens as data if necessary, and a description of the data.
 
-    Random tokens in the job's folder replace the data if `synthetic` is set, or if the train.bin of
-    data.dataset is missing. The dataset `python` counts as present, because `prepare_run` creates
-    it. All processes call this together. Raises whatever `vocabulary_size` and `with_vocabulary`
-    raise.
+    Random tokens in the job's folder replace the data if `synthetic` is set, or if the data comes
+    from data.dataset and this dataset has no train.bin. The dataset `python` counts as present,
+    because `prepare_run` creates it. All processes call this together. Raises whatever
+    `vocabulary_size` and `with_vocabulary` raise.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

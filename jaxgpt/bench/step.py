@@ -1,7 +1,7 @@
 """Time, rates and memory of training steps.
 
 Each round times the trainer's loop, the compiled step alone (on a single batch) and a large matmul.
-All three therefore see the same machine load.
+All three therefore run under the same machine load.
 """
 
 import statistics
@@ -56,7 +56,7 @@ def run(
 
 
 def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dict[str, Any]:
-    """Return times, rates and memory by name, as `Value`s or plain values.
+    """Return a dict of times, rates and memory sizes, as `Value`s or plain values.
 
     `n_rounds` must be at least 1. `n_steps` is the number of steps per round. If it is None,
     `steps_per_round` chooses it. All processes call this together. Raises whatever `Rounds.train`

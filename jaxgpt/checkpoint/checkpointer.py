@@ -69,8 +69,8 @@ class Checkpoints:
     next `save`, `restore` or `close`, the processes agree on whether Orbax succeeded. If
     checkpoint.local is set, Orbax writes to that folder, and process 0 then copies the checkpoint.
 
-    The caller may set `log`. It is called with a record of each save that completes, or fails
-    without raising an error. Errors raised by `log` propagate.
+    The caller may set `log`. It is called with a record of each completed save and of each failed
+    save that does not raise an error. Errors raised by `log` propagate.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Checkpoints:
         self._local = local_folder(config, directory)
         self._writing: Save | None = None  # being written by Orbax
         self._copying: Save | None = None  # being copied from checkpoint.local
-        self._leftovers: list[Path] = []  # of failed saves; Orbax may still write there
+        self._leftovers: list[Path] = []  # left by failed saves; Orbax may still write there
         self._orbax: Any = None  # created by the first save, because importing Orbax takes a second
         # On process 0, one thread removes old checkpoints and copies local checkpoints.
         self._background: ThreadPoolExecutor | None = None
@@ -105,7 +105,7 @@ class Checkpoints:
     def open(self, tree: Tree) -> None:
         """Prepare for saving: remove interrupted saves, and create the local folder, if any.
 
-        `tree` has the arrays to save, or their shapes. All processes call this together.
+        `tree` contains the arrays to save or their shapes. All processes call this together.
 
         Raises:
             UsageError: on every process, if the run directory cannot be accessed or has too little
@@ -137,9 +137,9 @@ class Checkpoints:
         """Start saving arrays and JSON. The caller may donate the arrays after this returns.
 
         This first waits for earlier saves, except for the copy of the previous checkpoint from
-        checkpoint.local to the run directory. It then removes any existing checkpoint of this step
-        (in checkpoint.local if it is set), and starts removing the checkpoints that the retention
-        settings do not keep.
+        checkpoint.local to the run directory. It then starts removing the checkpoints that the
+        retention settings do not keep, and removes any existing checkpoint of this step. If
+        checkpoint.local is set, the checkpoint of this step is removed only from there.
 
         If this save fails, the next `save`, `restore` or `close` reports the error. A failed copy
         may go unreported until the second `save` after this one. All processes call this together.
@@ -150,8 +150,8 @@ class Checkpoints:
             meta: the JSON that `read_meta` describes, without the step and the checksums.
 
         Raises:
-            UsageError: on every process, if an earlier save has failed and the run cannot continue,
-                because checkpoint.on_error=stop or because there is no complete checkpoint.
+            UsageError: on every process, if an earlier save has failed, and either
+                checkpoint.on_error=stop is set or there is no complete checkpoint.
             RuntimeError: if JAX fails.
         """
         began = time.perf_counter()
@@ -189,7 +189,7 @@ class Checkpoints:
                     self._start_copy(save)
 
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
-        """Return the arrays of a checkpoint, bit for bit, and its JSON (see `read_meta`).
+        """Restore a checkpoint bit for bit. Return its arrays and its JSON (see `read_meta`).
 
         This first waits for saves in progress. All processes call this together.
 
@@ -209,10 +209,10 @@ class Checkpoints:
         return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
 
     def remove_local_after(self, step: int) -> None:
-        """Remove local checkpoints newer than `step`, because a restart has abandoned them.
+        """Remove local checkpoints newer than `step`, which a restart has abandoned.
 
-        Does nothing without checkpoint.local. Errors during the removal are ignored. Call this only
-        on process 0. Raises `UsageError` if the local folder cannot be read.
+        Does nothing if checkpoint.local is not set. Errors during the removal are ignored. Call
+        this only on process 0. Raises `UsageError` if the local folder cannot be read.
         """
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
@@ -250,7 +250,7 @@ class Checkpoints:
             )
             seconds = max(1, round(60 * self._config.checkpoint.timeout_minutes))
             # If Orbax fails to create a folder in the background, its other threads wait until the
-            # timeout, and a single process cannot exit before then.
+            # timeout, and a single-process run cannot exit before then.
             options = ocp.AsyncOptions(
                 timeout_secs=seconds, create_directories_asynchronously=self._cluster.size > 1
             )
@@ -439,8 +439,8 @@ def restore_params(
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
             shardings: `NamedSharding`s on one mesh. The tree may leave out arrays.
-        run_on_all: `ProcessGroup.run_on_all`, to raise each error on every process. If None, a
-            process may miss errors that only other processes find.
+        run_on_all: `ProcessGroup.run_on_all`, which raises each error on every process. If None, a
+            process may miss errors that occur only on other processes.
 
     Raises:
         DamagedCheckpoint: if any process finds damaged or missing files, or arrays that do not
@@ -460,7 +460,7 @@ def _read(
     run_on_all: Callable[..., Any] | None = None,
     partial_restore: bool = False,
 ) -> tuple[Tree, dict[str, Any]]:
-    """Return the arrays of a checkpoint, verified against their checksums, and its JSON.
+    """Read a checkpoint and verify its checksums. Return its arrays and its JSON.
 
     Raises the same errors as `restore_params`.
     """
@@ -538,8 +538,8 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 def silence_orbax() -> None:
     """Silence Orbax, which logs every save and every error that it raises.
 
-    In the whole process, this silences the absl and asyncio loggers and one warning, and replaces
-    `sys.unraisablehook`.
+    This affects the whole process: it silences the absl and asyncio loggers and one warning, and
+    replaces `sys.unraisablehook`.
 
     If Orbax fails to read or write an array, it closes the event loop that other arrays still use,
     and some coroutines are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.

@@ -23,11 +23,11 @@ HOST_CHUNK_ELEMENTS = 2**16  # smaller limit on the host, so that a chunk fits i
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """Return the 32-bit checksum of each array in a tree, by path (such as params/norm/scale).
+    """Return the 32-bit checksum of each array in a tree, keyed by the array's path.
 
-    Each element's bits and position are hashed. The checksum is the sum of all hashes modulo 2^32,
-    so it does not depend on the sharding. Changing a single element always changes the checksum.
-    All processes call this together.
+    A path looks like params/norm/scale. Each element's bits and position are hashed. The checksum
+    is the sum of all hashes modulo 2^32, so it does not depend on the sharding. Changing a single
+    element always changes the checksum. All processes call this together.
 
     There must be at least one array. Each array must have at least one element, a numeric dtype of
     8 to 32 bits, and a `NamedSharding`. All shardings must use the same mesh.
@@ -90,7 +90,7 @@ def part_checksum(part: np.ndarray, first: Sequence[int], shape: tuple[int, ...]
 
 @functools.lru_cache(maxsize=4)
 def _compiled(shardings: tuple[NamedSharding, ...]) -> Any:
-    """Return a jitted function that maps arrays of these shardings to uint32 (devices, arrays)."""
+    """Return a jitted function that computes `sums_by_device` for arrays with these shardings."""
     mesh = shardings[0].mesh
     specs = [sharding.spec for sharding in shardings]
     by_device = PartitionSpec(mesh.axis_names)

@@ -23,7 +23,7 @@ BLOCK_BYTES = 2**24  # number of bytes copied at a time
 
 
 class LocalFolder:
-    """The local checkpoints of one run, in a folder with the layout of the run directory.
+    """The local checkpoints of one run, in a folder with the same layout as the run directory.
 
     All processes share the folder, on a burst buffer or on the disk of a single host. A checkpoint
     is removed once process 0 has copied it or a later checkpoint to the run directory. A restart

@@ -31,7 +31,7 @@ RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """Files of a checkpoint are missing or damaged, or do not match their checksums or shapes."""
+    """A checkpoint has missing or damaged files, or arrays with wrong checksums or shapes."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -99,9 +99,9 @@ def quarantine(directory: Path, step: int, reason: str) -> dict[str, str]:
 def newest_undamaged(
     directory: Path, on_damage: str, last: int | None = None
 ) -> tuple[int | None, dict[str, Any], dict[int, DamagedCheckpoint]]:
-    """Return the step of the newest undamaged checkpoint, its JSON, and the errors of newer ones.
+    """Return the step and JSON of the newest undamaged checkpoint, and the errors of newer ones.
 
-    The errors of newer checkpoints are keyed by step. Only the JSON of each checkpoint is checked.
+    The errors are keyed by step. Only the JSON of each checkpoint is checked.
     If there is no checkpoint up to step `last`, the step is None, and the JSON is empty.
 
     Args:
@@ -200,7 +200,7 @@ def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
 
 
 def remove_temporary(checkpoints: Path) -> None:
-    """Remove leftovers of interrupted saves and removals from a folder. Errors are ignored."""
+    """Clean up a folder after interrupted saves and removals. Errors are ignored."""
     # Leftovers only waste space. Unlike Path.glob, glob.glob ignores errors.
     for scratch in glob.glob(f"{glob.escape(str(checkpoints))}/*{TEMPORARY_SUFFIX}"):
         shutil.rmtree(scratch, ignore_errors=True)

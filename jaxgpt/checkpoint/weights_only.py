@@ -22,7 +22,7 @@ from jaxgpt.models.weights import Weight, weights
 
 STEP = 0  # weights-only checkpoints have this step number
 CHUNK_BYTES = 2**25  # maximum size of a chunk, the smallest unit that a device can read
-BLOCK_BYTES = 2**26  # approximate number of bytes to read at a time, unless a layer is larger
+BLOCK_BYTES = 2**26  # limit on the bytes read at a time, unless the rows of one chunk are larger
 
 Index = tuple[int | slice, ...]
 
@@ -54,7 +54,7 @@ class WeightsWriter:
         `index` consists of non-negative integers and slices with step 1, and may leave out trailing
         dims. `array` has the shape that `index` selects. Each element must be written exactly once.
         All parts of a parameter should have the same shape, because the first part determines the
-        chunks. Raises `KeyError` if the model has no parameter `name`.
+        chunk shape. Raises `KeyError` if the model has no parameter `name`.
         """
         weight = self._weights[name]
         index = (*index, *[slice(None)] * (len(weight.shape) - len(index)))
@@ -123,8 +123,8 @@ class WeightsReader:
         """Yield the float32 array of a weight in parts.
 
         If the weight is stacked over layers, the items are (layer number from 0, layer). Otherwise,
-        the items are (index of the first row, rows). Each read covers up to `BLOCK_BYTES`, or the
-        rows of one chunk if they are larger.
+        the items are (index of the first row, rows). Each read covers at most
+        `BLOCK_BYTES`, unless the rows of one chunk are larger.
 
         Raises `UsageError` if the array cannot be read, does not have the shape of `weight`, or
         does not match its checksum, which is verified after the last part.

@@ -32,9 +32,9 @@ SLURM_PSEUDO_STEPS = range(4294967290, 4294967296)
 
 
 class SingleRankUsageError(UsageError):
-    """A `UsageError` that only some processes may raise.
+    """A `UsageError` that may be raised on only some of the processes.
 
-    `job_exit_handler` prints its message on every process that raises it.
+    `job_exit_handler` prints the message on every process that raises the error.
     """
 
 
@@ -101,11 +101,11 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def slurm_step(environ: Mapping[str, str]) -> Launch:
-    """Identify a process that srun started, without using MPI.
+    """Identify, without using MPI, a process that srun started.
 
-    JAXGPT_COORDINATOR is the address of process 0. Set it for a heterogeneous step (with several
-    components) or an arbitrary task distribution. By default, the step's first host is assumed to
-    run process 0. If there is only one host, or no node list, the default host is 127.0.0.1. The
+    JAXGPT_COORDINATOR is the address of process 0. Set it if the step is heterogeneous (has several
+    components) or uses an arbitrary task distribution. By default, the step's first host is assumed
+    to run process 0. If there is only one host, or no node list, the default host is 127.0.0.1. The
     default port is below the ephemeral range and is derived from the job and step IDs. Raises
     `UsageError` if a variable is invalid, if the rank or the number of tasks is missing, or if the
     rank is not less than the number of tasks.
@@ -124,8 +124,9 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
 def job_name(environ: Mapping[str, str]) -> str:
     """Return a name for this job that can be used in a path.
 
-    If one of `JOB_NAMES` is set, processes on all hosts share the name. Concurrent jobs may also
-    share it if they run in the same PBS or Slurm job and their launchers set no job ID.
+    If one of the variables in `JOB_NAMES` is set, the job's processes on all hosts get the same
+    name. Concurrent jobs may also share this name if they run in the same PBS or Slurm job and
+    their launchers set no job ID.
 
     If none is set, two processes on the same host share a name if their session leaders have the
     same parent. Different jobs can therefore share a name, for example in two tmux windows or

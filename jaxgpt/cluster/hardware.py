@@ -20,8 +20,8 @@ VISIBLE_VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
 )
-# Part of a JAX plugin's name -> the plugin's device files (except renderD, which integrated GPUs
-# also have), and the variables and values that hide these devices.
+# Maps part of a JAX plugin's name to the plugin's device files, and to the variables and values
+# that hide these devices. renderD files are left out, because integrated GPUs have them too.
 ROCM_HIDES = {"ROCR_VISIBLE_DEVICES": ("", "-1"), "HIP_VISIBLE_DEVICES": ("-1",)}
 PLUGINS = {
     "cuda": (DEVICE_FILES[:1], {"CUDA_VISIBLE_DEVICES": ("", "-1")}),
@@ -51,9 +51,9 @@ def accelerator_expected() -> bool:
 def count_accelerators() -> int:
     """Return the number of accelerators on this host, based on device files.
 
-    Only the first vendor found (NVIDIA, AMD or Google) is counted. Intel accelerators, and TPUs
-    without a file /dev/accel*, are not counted. If there is an AMD GPU, every render device is
-    counted. Devices that environment variables hide are also counted.
+    Only devices of the first vendor found (NVIDIA, AMD or Google) are counted. Intel accelerators,
+    and TPUs without a file /dev/accel*, are not counted. If there is an AMD GPU, every render
+    device is counted. Devices hidden by environment variables are also counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))

@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxgpt.config import UsageError
 
-# Host name -> slots, the maximum number of processes; None if no host file sets the slots.
+# Maps each host name to its slots (the maximum number of processes), or to None if no host file
+# sets the slots.
 Hosts = dict[str, int | None]
 
 HOST_FILES = ("PBS_NODEFILE", "HOSTFILE")
@@ -45,10 +46,10 @@ def job_hosts(environ: Mapping[str, str], file: str | None = None) -> tuple[Host
 def read_host_file(path: str, option: str) -> Hosts:
     """Read a host file with lines like `host`, `host:4` or `host slots=4`; `#` starts a comment.
 
-    PBS lists a host once per slot, so slots are summed over repeated lines, and a line without
-    slots counts as one slot. If no line specifies slots and no host is repeated, all slots are
-    None. Other words of the form `key=value` are ignored. Raises a `UsageError` about `option` if
-    the file is unreadable or malformed, or lists no hosts.
+    PBS lists a host once per slot. Therefore, a line without slots counts as one slot, and slots
+    are summed over repeated lines. If no line specifies slots and no host is repeated, all slots
+    are None. Other words of the form `key=value` are ignored. Raises a `UsageError` about `option`
+    if the file is unreadable or malformed, or lists no hosts.
     """
     try:
         with open(path, errors="replace") as file:
@@ -134,7 +135,7 @@ def _resolve(host: str, port: int | None, kind: int = 0) -> list[Any]:
 
 
 def reachable_name() -> str:
-    """Return a name or address at which other hosts can reach this host.
+    """Return a name or address that other hosts can use to reach this host.
 
     Returns the host's name if it resolves and none of its addresses is a loopback address.
     Otherwise, returns this host's address on the route to 10.255.255.255 (usually the default

@@ -54,7 +54,7 @@ def words_before_python(words: Sequence[str]) -> list[str]:
 def find_mpiexec() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
-    Returns None if /proc is missing or shows no ancestor process with a name in `MPIEXEC`.
+    Returns None if /proc is missing, or if no ancestor process has a name in `MPIEXEC`.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited

@@ -69,16 +69,18 @@ def place_processes(
         n: total number of processes. If None, each host runs `per_host` processes.
         per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
             None, the default is the first of these that is known: SLURM_NTASKS_PER_NODE, one
-            process per device (unless JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, one. The number of
-            slots in a host file is an upper limit. It also replaces the default of one, unless a
-            variable such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
+            process per device (unless JAX_PLATFORMS=cpu), SLURM_TASKS_PER_NODE, one process. The
+            number of slots in a host file is an upper limit. It also replaces the default of one
+            process, unless a variable such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the
+            accelerators.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
-        spare: number of hosts at the end of the list to keep free.
+        spare: number of hosts to keep free, taken from the end of the list.
 
     Raises:
-        UsageError: if the processes do not fit the hosts, their slots or their devices, if `spare`
-            leaves no host, or if the host list or an environment variable is invalid.
+        UsageError: if there are too few hosts, slots or devices, if the processes cannot be divided
+            evenly among the hosts, if `spare` leaves no host, or if the host list or an environment
+            variable is invalid.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
@@ -139,9 +141,9 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
 
 
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
-    """Return one line of text per host, with its ranks and their devices.
+    """Return one line of text for each host, with the host's ranks and their devices.
 
-    The devices are taken from the environment, the known machine or this host. All hosts are
+    The devices are taken from the environment, from `MACHINES` or from this host. All hosts are
     assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. A line says `on CPUs`
     if the host has fewer devices than processes, or if JAX_PLATFORMS=cpu is set.
     """
@@ -350,7 +352,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
 def _slurm_cpus(per_host: int, environ: Mapping[str, str]) -> int:
     """Return the number of CPUs per process (at most an equal share), or 0 if unknown."""
     share = _least(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) // per_host
-    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # srun ignores it since Slurm 22.05
+    asked = read_int(environ, "SLURM_CPUS_PER_TASK")  # ignored by srun since Slurm 22.05
     if asked and environ.get("SLURM_NTASKS_PER_NODE") in (None, str(per_host)):
         return min(asked, share or asked)
     return share

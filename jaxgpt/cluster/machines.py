@@ -1,4 +1,4 @@
-"""Supercomputers as data: names, devices, CPU binding, networks, and the source of each fact.
+"""Table of supercomputers: names, devices, CPU binding, networks, and the source of each fact.
 
 Sources, all read in 2026:
     [ALCF]  docs.alcf.anl.gov, "Running Jobs", "Machine Overview" and "PyTorch" for each machine.
@@ -19,11 +19,11 @@ class Machine:
     """Facts about a machine."""
 
     name: str
-    # Regular expression for whole host names, short or full, in lower case. None if other machines
-    # use the same names.
+    # Regular expression that matches a whole host name (short or full, in lower case). None if
+    # other machines use the same host names.
     host_names: str | None = None
-    # Environment variable -> regular expression to search for in its value. A match takes
-    # precedence over host names.
+    # Maps an environment variable to a regular expression to search for in the variable's value. A
+    # match takes precedence over host names.
     variables: Mapping[str, str]
     device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
@@ -65,11 +65,12 @@ MACHINES = (
     # Test rack x3200 of Polaris [ALCF], with the same nodes [ezpz]; user logs show host names such
     # as x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov.
     _alcf("Sirius", r"x3200c0s\d+b[01]n0", "a100", 4, ".hsn.cm.sirius.alcf.anl.gov"),
-    # [ALCF] 6 PVC GPUs with 2 tiles each. "PyTorch" uses this suffix for MASTER_ADDR; "Running
-    # Jobs", example 4, uses this binding.
+    # [ALCF] 6 PVC GPUs with 2 tiles each. The page "PyTorch" uses this suffix for MASTER_ADDR, and
+    # example 4 of "Running Jobs" uses this binding.
     _alcf("Aurora", _AURORA_NODES, "pvc", 12, _AURORA_SUFFIX, cpu_bind=_AURORA_CPUS),
     # Test machine for Aurora, with the same nodes. [ezpz] uses the same binding for both. Its
-    # recorded jobs and [ALCF] "Known Issues" mention racks x1921 and x1922. (ALCF's Crux is x1000.)
+    # recorded jobs and [ALCF] "Known Issues" mention racks x1921 and x1922. (Rack x1000 is ALCF's
+    # Crux.)
     _alcf("Sunspot", r"x192[12]c\ds\db\dn\d", "pvc", 12, None, cpu_bind=_AURORA_CPUS),
     # [ALCF] 24 DGX A100 nodes, 22 of them with 40 GB GPUs; Open MPI. Suffix: [ezpz].
     _alcf("Sophia", r"sophia-[\w-]+", "a100", 8, ".lab.alcf.anl.gov"),
@@ -100,7 +101,7 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """Return a host's machine, or None if it is not in `MACHINES`.
+    """Return the machine that a host belongs to, or None if that machine is not in `MACHINES`.
 
     The variables in `environ` take precedence over `host_name`, which may be short or full.
     """

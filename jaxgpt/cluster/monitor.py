@@ -48,7 +48,7 @@ MAX_LINE = 2**30  # bytes per message
 
 
 class HangLimit(NamedTuple):
-    """Time after which a silent process or a slow activity counts as hanging.
+    """Time that a process may be silent, or spend on one activity, before it counts as hanging.
 
     `Monitor.heartbeat` can allow an activity more time.
     """
@@ -78,7 +78,7 @@ class Peer:
 
 
 class Monitor:
-    """Monitors a job from one of its processes, and terminates it if any process fails or hangs.
+    """Monitors a job from one of its processes, and ends the job if any process fails or hangs.
 
     Hangs are detected only if a `HangLimit` is given. To detect hangs in a single-process job, call
     `start` instead of `connect`.
@@ -89,7 +89,7 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
-        self.stalled = 0.0  # time in seconds during which the OS did not run this process
+        self.stalled = 0.0  # total seconds that this process lost because the OS did not run it
         self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
         self.stacks = self.advice = ""  # for the reports of hangs and lost processes
         self._limit = limit
@@ -451,7 +451,7 @@ class Monitor:
             await asyncio.sleep(TICK)
 
     async def _limit_arrival(self, launch: Launch, timeout: float) -> None:
-        """Terminate this process after `timeout` seconds, listing the processes that did not start.
+        """After `timeout` seconds, list the processes that did not start, and end this process.
 
         MPI cannot tell which processes are missing. Therefore, after half of the timeout, each
         waiting process creates a file in a folder that all hosts share.

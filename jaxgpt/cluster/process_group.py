@@ -61,7 +61,8 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.size > 1:  # even for SystemExit: other processes still run
+        # Even for SystemExit, because the other processes are still running.
+        if error is not None and self.size > 1:
             self.monitor.end_job(*report_of(error))
         self.on_close.close()
         self.monitor.close()  # leave MPI running; it can be initialized only once
@@ -96,8 +97,8 @@ class ProcessGroup:
     def raise_if_any(self, error: str | None) -> None:
         """If any process has an error, raise `UsageError` on all processes.
 
-        `error` is this process's message, or None. The message with the lowest rank is raised. All
-        processes must call this.
+        `error` is this process's message, or None. If several processes have errors, the message
+        from the lowest rank is used. All processes must call this.
         """
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(*found[0].splitlines())
@@ -126,7 +127,7 @@ def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | 
 
 
 def own_host(group: ProcessGroup) -> str:
-    """Return a name or address at which all processes can reach this host.
+    """Return a name or address that all processes can use to reach this host.
 
     Call this only on process 0. Returns 127.0.0.1 if all processes run on this host. In a job on
     several hosts, the host in JAXGPT_COORDINATOR (host:port) overrides the detected name.
@@ -146,10 +147,10 @@ def join_process_group(
     """Wait until all processes of the job have started, and connect them, without using JAX.
 
     If some processes do not start in time, the job ends with status 1 and an error that lists them
-    if possible. It also ends with status 1 if ranks or numbers of processes contradict each other.
-    In a job with several processes, this starts the monitor's thread and raises the limit on open
-    files. Under an MPI launcher, this initializes MPI, and starts the thread even for a single
-    process.
+    if possible. It also ends with status 1 if processes report conflicting ranks or numbers of
+    processes. In a job with several processes, this starts the monitor's thread and raises the
+    limit on open files. Under an MPI launcher, this initializes MPI, and starts the thread even for
+    a single process.
 
     Args:
         timeout: seconds to wait for the other processes.
@@ -207,7 +208,7 @@ def join_process_group(
 
 
 def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
-    """Return the group of a single process.
+    """Return the process group of a single-process job.
 
     Raises `UsageError` if a launcher started several processes. The message starts with `what` and
     ends with `otherwise`. Also raises whatever `join_process_group` raises.

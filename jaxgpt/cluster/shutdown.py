@@ -46,7 +46,7 @@ def report_and_end(report: str, status: int) -> NoReturn:
 
 
 def abort_mpi(status: int) -> None:
-    """Terminate all MPI processes of the job, including stopped processes, with `status`.
+    """Terminate all MPI processes of the job with `status`, even if they are stopped.
 
     Returns only if this is the job's only process, or if MPI is not running. If MPI does not
     terminate the processes within `ANSWER` seconds, this process exits with status 1. stdout and
@@ -71,7 +71,7 @@ def end_with(error: BaseException) -> NoReturn:
 
 
 def write_if_read(text: str, stream: TextIO) -> None:
-    """Write `text` and flush the stream. Ignores `OSError`, as when the reader has exited."""
+    """Write `text` and flush the stream. `OSError` is ignored: the reader may have exited."""
     with contextlib.suppress(OSError):
         print(text, file=stream, end="", flush=True)
 
@@ -79,8 +79,8 @@ def write_if_read(text: str, stream: TextIO) -> None:
 def report_of(error: BaseException) -> tuple[str, int]:
     """Return the report and the exit status for an exception that terminates the job.
 
-    The report is `error: MESSAGE` for `UsageError` (status 2) and `PeerLost` (1), empty for Ctrl-C
-    (130), and a traceback for other exceptions (1).
+    The report is `error: MESSAGE` for `UsageError` (status 2) and `PeerLost` (status 1), an empty
+    string for Ctrl-C (status 130), and a traceback for other exceptions (status 1).
     """
     if isinstance(error, UsageError | PeerLost):
         return f"error: {error}\n", BAD_USAGE if isinstance(error, UsageError) else FAILED
@@ -101,12 +101,12 @@ def job_exit_handler() -> Iterator[None]:
       Under MPI, both terminate the whole job.
     - Other exceptions, except SystemExit, print a traceback and exit with status 1. In a job with
       several processes, they terminate this process at once and, under MPI, the whole job.
-    - If a job without a launcher writes to stdout after its reader has exited (for example
-      `| head`), it exits with 141, as if killed by SIGPIPE.
+    - If a job without a launcher writes to stdout after the reader has exited (as with `| head`),
+      the job exits with 141, as if killed by SIGPIPE.
 
     Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
     instead: it terminates all processes and prints only the first error. A command-line argument
-    that is not valid UTF-8 counts as a `UsageError`. Closed standard streams are replaced by
+    that is not valid UTF-8 causes a `UsageError`. Closed standard streams are replaced by
     /dev/null. Characters that stdout cannot encode are printed as `?`.
     """
     _open_closed_streams()
@@ -118,7 +118,7 @@ def job_exit_handler() -> Iterator[None]:
                 raise UsageError(f"{word!r}: is not valid UTF-8; encode this argument as UTF-8")
         try:
             yield
-        except SystemExit as end:  # such as after --help
+        except SystemExit as end:  # for example after --help
             if not end.code:
                 sys.stdout.flush()
             raise

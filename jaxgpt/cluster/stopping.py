@@ -33,7 +33,8 @@ def margin(seconds: float, save: float, step: float) -> float:
     Args:
         seconds: seconds from the start of the run to the end of the job.
         save: duration of the slowest save so far, in seconds.
-        step: duration of the slowest step so far, in seconds, with any evaluation or checkpoint.
+        step: duration of the slowest step so far, in seconds, including any evaluation or
+            checkpoint.
     """
     return min(max(SAVE_MARGIN, 3 * save, save + 4 * step), max(seconds / 4, 1.5 * save))
 
@@ -60,8 +61,9 @@ class StopSignal:
             monitor: monitor whose thread receives the signals. Python's signal handlers would run
                 only after the main thread has finished compiling.
             limit: the run's time limit on process 0; None on other processes, which log nothing.
-            sync_point: takes a step, and whether this process has just been asked to stop. Returns
-                whether all processes stop after the step, or None in a single-process job.
+            sync_point: function of a step and a boolean that says whether this process has just
+                been asked to stop. It returns whether all processes stop after the step, or None in
+                a single-process job.
         """
         self.reason: str | None = None
         # The caller replaces both functions once the log is open. `say` prints a line.

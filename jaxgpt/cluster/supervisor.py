@@ -166,7 +166,7 @@ class Supervisor:
                 self._gone, self._is_ending = None, message.pop("ending")
                 self._progress = message
         except (OSError, ValueError, TypeError, KeyError, AttributeError, asyncio.CancelledError):
-            pass  # process 0's host is lost, another program has connected, or this one is exiting
+            pass  # process 0's host is lost, another program connected, or the supervisor exits
         writer.close()
         if job is not None and job == self._job:
             self._gone = time.monotonic()
@@ -212,7 +212,8 @@ class Supervisor:
     async def _kill_processes(self) -> None:
         """Make the launcher terminate all processes, as a second Ctrl-C should.
 
-        srun and Open MPI's mpirun do this on SIGTERM, and MPICH's mpiexec on a second SIGINT.
+        srun and Open MPI's mpirun do this on SIGTERM, and MPICH's mpiexec does it on a second
+        SIGINT.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             if self._process.returncode is None:
@@ -223,12 +224,12 @@ class Supervisor:
 async def check_hosts(
     layout: ProcessLayout, launcher: Launcher, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
-    """On all hosts in parallel, kill leftover processes of `job` and probe the host.
+    """Probe all hosts in parallel, and kill leftover processes of `job` on each host.
 
     A healthy host has /proc, can write to `directory`, can compute on each of its devices, and
     answers within `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's
-    problem, or to None if it is healthy. Raises `OSError` if the launcher cannot be started. Also
-    raises whatever `launcher` raises.
+    problem, or to None if the host is healthy. Raises `OSError` if the launcher cannot be started.
+    Also raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}

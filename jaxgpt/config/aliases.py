@@ -1,5 +1,5 @@
 """Tables of other programs' flags. Flags with the same meaning as a jaxgpt setting are accepted.
-For other flags, the error suggests what to use instead.
+For all other flags, the error message suggests what to use instead.
 
 Sources: nanoGPT's configurator.py, wordplay's Hydra keys, the arguments.py of Megatron-LM and
 Megatron-DeepSpeed, DeepSpeed's JSON keys, torchtitan's job configs, MaxText's base.yml, and
@@ -237,7 +237,7 @@ KEY_SUGGESTIONS = {
     "epochs num_epochs": "use train.max_iters=N, a number of steps",
     "exit_interval": (
         "use train.max_iters=N to stop after step N, or train.time_limit=MINUTES to save and stop "
-        "after a time"
+        "after a given time"
     ),
     _HALVES: _NEEDS_SCALING,
     "compile": "a step is always compiled",
@@ -316,8 +316,8 @@ KEY_SUGGESTIONS = {
     "fp8_param_gather": "parameters are gathered in train.dtype, even with FP8 matmuls",
 }
 
-# Maps flags in KEY_SUGGESTIONS that have a single replacement to settings for the corrected
-# command.
+# Maps flags to their replacements in a corrected command. The table lists only those flags in
+# KEY_SUGGESTIONS that have a single replacement.
 KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 
 # Maps `key=value`, where the value is from another program, to advice on what to use instead.

@@ -17,8 +17,8 @@ class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises `UsageError` for mistakes and rejects abbreviated options.
 
     Options may be written with underscores instead of dashes, as in nanoGPT. The message for an
-    unknown option suggests a similar option. If there is none, or if a required option is missing,
-    the message shows the usage.
+    unknown option suggests a similar option. If no option is similar, or if a required option is
+    missing, the message shows the usage.
     """
 
     def __init__(self, **options):

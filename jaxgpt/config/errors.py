@@ -58,7 +58,7 @@ def expand_user(path: str, key: str = "") -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's message, without the error number or path of an `OSError`.
+    """Return an error's message. For an `OSError`, leave out the error number and the path.
 
     If there is no message, return the name of the error's type. The message of a `KeyError` is only
     the missing key, so the type is added.
@@ -101,7 +101,7 @@ def check_shape(value: Any, shape: Any, name: str = "its content") -> None:
         value: The JSON value.
         shape: The expected shape, one of:
             `bool`, `str`, `int` (from 0 to 2^63 - 1), `float` (a number below 1e300 in absolute
-            value), `list` or `dict` (with any content), or a union of these and None;
+            value), `list` or `dict` (with any content), or a union of them that may include None;
             `[shape]` for a list of any length, or a tuple with one shape for each item of a list;
             `{str: shape}` for a dict with any keys, or a dict with one shape for each key. A key
             that ends in `?` may be missing. Keys that are not listed are ignored.
@@ -139,5 +139,5 @@ def _is_plain(value: Any, kind: type) -> bool:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return the text, cut to `most` characters followed by `...` if it is longer."""
+    """Return the text. If it has more than `most` characters, replace the rest with `...`."""
     return text if len(text) <= most else f"{text[:most]}..."

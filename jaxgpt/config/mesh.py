@@ -32,7 +32,7 @@ def axes_with(*roles: str) -> tuple[str, ...]:
 
 
 class MeshShape(dict[str, int]):
-    """Size of every mesh axis by name; -1 stands for a size inferred from the number of devices.
+    """Dict that maps each mesh axis to its size; -1 is inferred from the number of devices.
 
     >>> MeshShape(2, 1, 4) == MeshShape(data=2, tensor=4) == MeshShape.parse("data=2,tensor=4")
     True

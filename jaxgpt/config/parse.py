@@ -43,7 +43,7 @@ Examples:
   {prog} --config shakespeare_char train.dtype=bfloat16
       a preset, with one setting changed
   mpiexec -n 8 {prog} --config gpt2 --mesh 2,4,1 data.path=DIR
-      8 processes: 2 groups (data) of 4 devices that share the parameters (fsdp)
+      8 processes: 2 groups (data) of 4 devices that shard the parameters (fsdp)
   {prog} --out runs/a train.max_iters=1000
       a run in a folder of your choice; the same --out continues it
   {prog} train.init_from=hf:FOLDER data.path=DIR optimizer.learning_rate=3e-5
@@ -74,9 +74,9 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
     """Return the validated configuration of a preset or YAML file, with overrides applied.
 
     `overrides` are command-line arguments for `parse_args`, which is called with its default
-    options. Therefore, choices that higher layers define, such as `optimizer.name`, are not
-    checked, and model options are not read from train.init_from. Notes are printed to stderr.
-    Raises `UsageError`, as `parse_args` does.
+    options. Therefore, settings whose choices are defined in higher layers, such as
+    `optimizer.name`, are not checked, and model options are not read from train.init_from. Notes
+    are printed to stderr. Raises `UsageError`, as `parse_args` does.
 
     >>> load_config("shakespeare_char_cpu", "train.max_iters=100").model.n_layer
     4
@@ -196,7 +196,7 @@ def parse_args(
 
 
 def _sections() -> dict[str, Any]:
-    """Return the class of each section of a configuration, by name, such as `train`."""
+    """Return a dict that maps section names of a configuration, such as `train`, to classes."""
     return {
         name: section
         for name, section in inspect.get_annotations(Config).items()
@@ -224,7 +224,7 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
 
     If the file is another program's default preset, that program's settings are added to `line`.
     Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, an
-    invalid --config is added to them and does not raise an error.
+    invalid --config is added to these problems instead of raising an error.
     """
     given = line.words
     try:
@@ -329,12 +329,12 @@ def train_command(
     `config` is the preset to use if the arguments neither select a preset nor identify the other
     program. None means no preset. `quote` quotes an argument for the shell. `n_devices` is the
     number of devices, or None if it is unknown. A value with a shell variable, such as $SIZE, is
-    copied unchecked unless it needs conversion. Preset names, meshes, lines of data.blend, choices
-    that higher layers define (such as `optimizer.name`), and contradictions between settings are
-    not checked. Misspelled keys, and invalid values with a known fix, are corrected. The remarks
-    explain all corrections and omissions except these: flags of other programs that are set to
-    false or have no further effect, arguments that later ones override, and MaxText's base.yml. If
-    `argv` refers to a DeepSpeed configuration, that file is read.
+    copied unchecked unless it needs conversion. Preset names, meshes, lines of data.blend, settings
+    whose choices are defined in higher layers (such as `optimizer.name`), and contradictions
+    between settings are not checked. Misspelled keys, and invalid values with a known fix, are
+    corrected. The remarks explain all corrections and omissions except these: flags of other
+    programs that are set to false or have no further effect, arguments that are overridden by later
+    ones, and MaxText's base.yml. If `argv` refers to a DeepSpeed configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -469,7 +469,7 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
 
 
 def presets() -> dict[str, Path]:
-    """Return the path of each preset file, by preset name.
+    """Return a dict that maps preset names to the paths of the preset files.
 
     The files are in the installed package or the source checkout.
     """
@@ -495,7 +495,7 @@ def _initial_model(model_of: ModelOf, words: Words) -> Words:
 
 
 def _kept_of_preset(values: Words, model: Words) -> set[str]:
-    """Return the keys of the preset that the weights do not override."""
+    """Return the preset's keys that the weights do not override."""
     kept = {key for key in values if key not in model}  # such as model.dropout
     key = "model.block_size"
     if key in values and int(values[key][0]) <= int(model[key][0]):
@@ -544,9 +544,9 @@ def _settings_in(values: Mapping[str, Any], origin: str) -> Words:
 def _flatten(
     values: Mapping[str, Any], origin: str, prefix: str = ""
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the strings for each `section.key`, and messages about unknown keys and bad sections.
+    """Return the strings for each `section.key`, and messages about malformed input.
 
-    The messages begin with `origin`.
+    The messages are about unknown keys and malformed sections, and begin with `origin`.
     """
     out, problems = {}, []
     sections = _sections()
@@ -569,7 +569,7 @@ def _flatten(
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Drop `keys` from `values`, and any data sources or batch size that `given` replaces."""
+    """Return `values` without `keys` or any data sources or batch size that `given` replaces."""
     if "train.batch_size" in given:
         keys = keys | {"train.batch_size_per_device"}
     keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
@@ -601,9 +601,9 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
     """Return the text of --help: every key with its type, bounds, default and description.
 
     `prog` is the name of the command. `choices` maps keys to allowed values that their types do not
-    list. If `group` is a section, the text has only the keys of that section. If it is a key, the
-    text has only that key. Otherwise, the text has the usage, the names of the presets and all
-    keys.
+    list. If `group` is a section, the text contains only the keys of that section. If it is a key,
+    the text contains only that key. Otherwise, the text contains the usage, the names of the
+    presets and all keys.
     """
     if group in settings():
         name = group.rpartition(".")[0]
@@ -632,7 +632,7 @@ def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") 
 def _entries(
     section: type, prefix: str, choices: Mapping[str, Iterable[str]], only: str = ""
 ) -> list[str]:
-    """Return help lines for the documented fields of a dataclass, or for the key `only`."""
+    """Return help for the documented fields of a dataclass or, if `only` is set, for that key."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     lines = []
     for node, below in zip(definition.body, definition.body[1:], strict=False):

@@ -15,8 +15,7 @@ def should_evaluate(config: Config, step: int) -> bool:
     """Return whether a run evaluates after this step.
 
     A run evaluates every train.eval_interval steps (0 disables this) and after step
-    train.max_iters. This does not cover the evaluation before the first step, and ignores signals
-    and rewinds.
+    train.max_iters. The evaluation before the first step, signals and rewinds are not considered.
     """
     train = config.train
     return step == train.max_iters or should_run_every(step, train.eval_interval)
@@ -33,7 +32,8 @@ def skip_ranges(config: Config) -> tuple[tuple[int, int], ...]:
 def step_ranges(key: str, steps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return `steps`, the value of the setting `key`, as inclusive (first, last) pairs.
 
-    Raises `UsageError` unless all pairs are complete and have 1 <= first <= last < 2^31.
+    Raises `UsageError` if the number of steps is odd, or if a pair violates
+    1 <= first <= last < 2^31.
     """
     pairs = tuple(zip(steps[::2], steps[1::2], strict=False))
     if len(steps) % 2 or any(not 1 <= first <= last < 2**31 for first, last in pairs):

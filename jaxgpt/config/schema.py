@@ -81,8 +81,8 @@ class ModelConfig:
     rope_theta: Positive = 10000.0
     """Base (theta) of the rotary embeddings."""
     rope_scaling: tuple[float, ...] = ()
-    """RoPE scaling: one factor that divides all frequencies, or Llama 3.1's four values factor,
-    low_freq_factor, high_freq_factor and original_max_position, such as `8 1 4 8192`. By default,
+    """RoPE scaling: one factor that divides all frequencies, or Llama 3.1's four values (factor,
+    low_freq_factor, high_freq_factor and original_max_position), such as `8 1 4 8192`. By default,
     frequencies are not scaled."""
     local_rope_theta: Positive | None = None
     """Base of the rotary embeddings in local layers (Gemma 3). If it is set, rope_scaling applies
@@ -96,8 +96,7 @@ class ModelConfig:
     dropout: Rate = 0.0
     """Dropout rate for embeddings, attention weights and residuals; usually 0 for pre-training."""
     vocab_size: VocabSize | None = None
-    """Vocabulary size, V. If None, it is the size of data.tokenizer or is read from the data's
-    meta.json."""
+    """Vocabulary size, V. If None, it is taken from data.tokenizer or the data's meta.json."""
     tie_embeddings: bool = True
     """Share weights between the token embedding and the output layer."""
     scale_embeddings: bool = False
@@ -107,7 +106,7 @@ class ModelConfig:
     Global layers attend to all previous tokens, local layers to the last sliding_window tokens. By
     default, all layers are local if sliding_window is set, and global otherwise."""
     sliding_window: Count | None = None
-    """Number of tokens, including itself, that a token attends to in local layers (Mistral)."""
+    """Number of tokens that a token attends to in local layers, including itself (Mistral)."""
     logit_softcap: Positive | None = None
     """Soft cap c of the logits, which become c tanh(logits / c) (Gemma 2). None disables it."""
     attention: str = "auto"
@@ -157,7 +156,7 @@ class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
     name: str = "adamw"
-    """Optimizer; jaxgpt/optim/README.md compares them."""
+    """Optimizer; jaxgpt/optim/README.md compares the choices."""
     learning_rate: NonNegative = 3e-3
     """Peak learning rate; for adafactor, relative to the RMS of each parameter."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -228,13 +227,13 @@ class DataConfig:
     """File with one data.blend entry per line, as in ALCF's Megatron-DeepSpeed. Paths are relative
     to the working directory."""
     val_share: Share = 0.01
-    """Fraction of a source, taken from its end, to use for validation if it has no val.bin."""
+    """Fraction to use for validation, at the end of each source that has no val.bin."""
     tokenizer: str | None = None
     """A tokenizer.json or tokenizer.model, or a folder that contains one, for data that comes
     without a tokenizer."""
     document_mask: bool = False
-    """Restrict attention to tokens of the same document, and count positions from its start. A
-    document ends with its end-of-text token. The order of the data does not change."""
+    """Restrict attention to tokens of the same document, and count positions from the start of the
+    document. A document ends with its end-of-text token. The order of the data does not change."""
     end_of_text: CountOrZero | None = None
     """ID of the end-of-text token, for data.document_mask. None means the ID from the tokenizer."""
     accept_changes: bool = False
@@ -249,28 +248,30 @@ class TrainConfig:
     max_iters: Count = 300
     """Total number of optimizer steps."""
     batch_size: Count = 24
-    """Global batch size: sequences per step of the whole job, on any mesh."""
+    """Global batch size: sequences per step over the whole job, whatever the mesh."""
     batch_size_per_device: Count | None = None
     """Sequences per device per microbatch, in place of batch_size. The global batch size is this
-    number x the devices that split the batch (data x fsdp) x gradient_accumulation_steps."""
+    number x the number of devices that split the batch (data x fsdp) x
+    gradient_accumulation_steps."""
     gradient_accumulation_steps: Count = 1
     """Number of equal microbatches that the global batch is split into."""
     eval_interval: CountOrZero = 150
-    """Steps between evaluations and generated samples; 0 evaluates only after the last step."""
+    """Steps between evaluations, each with a text sample; 0 evaluates only after the last step."""
     eval_iters: Count = 10
     """Number of batches per split in an evaluation. A batch is as large as a microbatch. Every
     evaluation of a run uses the same batches."""
     log_interval: LogInterval = 10
     """Steps between log lines."""
     log_columns: tuple[str, ...] = ()
-    """Numbers that every training line shows, however narrow the terminal, such as `tokens` (the
-    tokens consumed so far). The legend at the top of train.log lists all names."""
+    """Numbers, such as `tokens` (the tokens consumed so far), that every training line shows, even
+    if the terminal is narrow. The legend at the top of train.log lists all names."""
     log_all_ranks: bool = False
-    """Write a log for every process: `train-<rank>.log` in the run directory. Its training lines
-    have the times and the memory of that process. Only process 0 prints and writes train.log."""
+    """Also write a log for each process except process 0: `train-<rank>.log` in the run directory.
+    Its training lines show the times and the memory of that process. Only process 0 writes to the
+    terminal and to train.log."""
     verbose: bool = False
     """Print the whole header: the value of every key, and the host and devices of every process.
-    train.log always has it."""
+    train.log always contains the whole header."""
     loss_chunk: CountOrZero = 0
     """Compute the logits of at most this many tokens per device at a time; 0 computes all logits
     at once."""
@@ -280,8 +281,8 @@ class TrainConfig:
     matmul_dtype: Literal["float8"] | None = None
     """Dtype of matmul operands in training. float8 uses FP8 in all linear layers, which can speed
     up models of 1B parameters or more on an H100 or newer. Attention scores, embeddings, the output
-    layer and evaluations always use train.dtype. CPUs emulate FP8, and older GPUs refuse it. None
-    uses train.dtype."""
+    layer and evaluations always use train.dtype. CPUs emulate FP8, and older GPUs do not support
+    it. None uses train.dtype."""
     deterministic: bool = False
     """Make runs bitwise reproducible even with cuDNN attention. Steps of the gpt2 preset then take
     1.34 times as long (H200, November 2026)."""
@@ -294,7 +295,7 @@ class TrainConfig:
     tokenizers without one, token 0."""
     time_limit: Minutes | Literal["auto"] | None = "auto"
     """Minutes after which the run saves a checkpoint and stops with exit status 75. auto asks PBS
-    or Slurm when the job ends, and stops early enough to save. None means no limit."""
+    or Slurm for the job's end time, and stops early enough to save. None means no limit."""
     hang_timeout: Minutes | None = 30
     """Minutes without progress after which the job ends with exit status 70. For startup,
     restoring, compilation and saving, the limit is at least 30 minutes. None waits forever."""
@@ -305,19 +306,20 @@ class TrainConfig:
     layers_every: CountOrZero = 0
     """Steps between records of each layer's gradient norm (before clipping), weight norm (before
     the update) and activation scale (the RMS of the layer's output, the residual stream, over the
-    batch without dropout). A recorded step takes another forward pass. 0 logs none."""
+    batch without dropout). Each recorded step needs an extra forward pass. 0 disables
+    the records."""
     eval_at_start: bool = False
     """Also evaluate and generate a sample before the first step."""
     init_from: str | None = None
     """Weights to start a run from: a run directory, the --out of jaxgpt.convert, or hf:FOLDER, a
-    Hugging Face transformers model folder. The model options are read from there, too. A resumed
-    run ignores this setting."""
+    Hugging Face Transformers checkpoint. The model options are read from there, too. A resumed run
+    ignores this setting."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that mirror metrics.jsonl, which is always written. `--train.trackers tensorboard
-    wandb` selects two, and `train.trackers=` none. The choices are tensorboard, csv, wandb and
-    trackio. The last two need the extra of their name."""
+    wandb` selects two, and `train.trackers=` selects none. The choices are tensorboard, csv, wandb
+    and trackio. The last two need the pip extra of the same name."""
     tracker_project: str = "jaxgpt"
-    """Project that wandb and trackio show the run in."""
+    """Project of the run in wandb and trackio."""
     tracker_name: str | None = None
     """Name of the run in wandb and trackio. None means the name of the run directory."""
     tracker_group: str | None = None
@@ -332,8 +334,8 @@ class ParallelConfig:
     """
 
     mesh: str = "-1,1,1"
-    """Sizes of the mesh axes data,fsdp,tensor, such as 2,1,4, or by name, such as
-    data=2,tensor=4. -1 infers one size from the number of devices. --mesh is short for this
+    """Mesh shape: the sizes of the axes data, fsdp and tensor, such as 2,1,4, or sizes by name,
+    such as data=2,tensor=4. -1 infers one size from the number of devices. --mesh is short for this
     key."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage (arXiv 1910.02054). 0 shards nothing over fsdp, 1 shards the optimizer state, 2
@@ -353,9 +355,9 @@ class ParallelConfig:
     slower, because the loop copies activations for the backward pass. None loops on CPUs, and with
     parallel.offload=state."""
     reduce_every: Literal["step", "microbatch"] = "step"
-    """When to reduce accumulated gradients over devices: once per step, or after each microbatch,
-    which saves memory with ZeRO stages 2 and 3 and has no effect with stages 0 and 1.
-    parallel.offload=state always reduces them after each microbatch."""
+    """When to reduce accumulated gradients over devices: once per step, or after each microbatch.
+    The latter saves memory with ZeRO stages 2 and 3, and has no effect with stages 0 and 1.
+    parallel.offload=state always reduces gradients after each microbatch."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are sent between devices; bfloat16 halves the traffic."""
     schedule: Literal["gpipe", "circular"] = "gpipe"
@@ -363,7 +365,7 @@ class ParallelConfig:
     arXiv 1811.06965), or stage_repeats groups, which shortens the bubble (circular, arXiv
     2104.04473). train.gradient_accumulation_steps is the number of microbatches."""
     stage_repeats: Count = 1
-    """Number of groups of layers that each stage holds with the circular schedule, v."""
+    """Number of groups of layers, v, that each stage holds with the circular schedule."""
     offload: Literal["none", "moments", "state"] = "none"
     """What to keep in host memory (pinned_host): nothing (none), the optimizer state (moments), or
     also parameters and gradients (state). Devices fetch one layer at a time."""
@@ -374,8 +376,8 @@ class CheckpointConfig:
     """Saving checkpoints and resuming from them."""
 
     interval: CountOrZero = 150
-    """Steps between checkpoints; 0 saves none at regular steps. A run that ends or stops always
-    saves its last step."""
+    """Steps between regular checkpoints; 0 disables them. A run that ends or stops always saves its
+    last step."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
@@ -392,12 +394,12 @@ class CheckpointConfig:
     """Minutes after which an incomplete save counts as failed. If one process fails to write, the
     others notice it after this time."""
     local: str | None = None
-    """Fast folder to save to first. All processes must share it, so use a burst buffer or, on a
-    single host, a local disk. Process 0 then copies the checkpoints to the run directory in the
-    background."""
+    """Folder on fast storage to save to first. All processes must share it, so use a burst buffer
+    or, on a single host, a local disk. Process 0 then copies the checkpoints to the run directory
+    in the background."""
     resume: bool = True
-    """Resume from the newest checkpoint in --out. False refuses to start if there is one; it
-    applies only to the current launch."""
+    """Resume from the newest checkpoint in --out. If False, refuse to start if --out contains a
+    checkpoint; this applies only to the current launch."""
     on_damage: Literal["quarantine", "refuse"] = "quarantine"
     """What to do with a damaged checkpoint: rename it to STEP.damaged and continue from the
     checkpoint before it (quarantine), or stop (refuse)."""
@@ -419,14 +421,14 @@ class SpikeConfig:
     """A loss this many robust standard deviations above the median of the window is a spike."""
     grad_norm_threshold: AtLeastOne = 20.0
     """The same threshold for the gradient norm. It is higher because gradient norms have a long
-    tail: in small runs without spikes, they exceeded the median by up to 14 deviations, and losses
-    by up to 4."""
+    tail: in small runs without spikes, they exceeded the median by up to 14 deviations,
+    compared with 4 for losses."""
     rewind_margin: Count = 100
     """Minimum number of steps between the spike and the checkpoint that a rewind goes back to."""
     skip_before: CountOrZero = 10
-    """Number of steps before the spike that a rewind skips."""
+    """Number of steps that a rewind skips before the spike."""
     skip_after: CountOrZero = 50
-    """Number of steps after the spike that a rewind skips. PaLM skipped 200 to 500 batches per
+    """Number of steps that a rewind skips after the spike. PaLM skipped 200 to 500 batches per
     spike."""
     max_rewinds: CountOrZero = 3
     """Maximum number of consecutive rewinds without reaching a later checkpoint. At the next spike,
@@ -464,10 +466,10 @@ class Config:
     compile_cache: str = "~/.cache/jaxgpt/compiled"
     """Folder in which compiled programs are cached for later runs; off disables the cache."""
     init_timeout: InitTimeout = 300
-    """Seconds to wait at startup until all processes of the job have connected."""
+    """Seconds to wait at startup for all processes of the job to connect."""
     train_range_to_skip: tuple[int, ...] = ()
-    """Ranges of steps to skip: `A B C D` skips steps A to B and C to D, inclusive. Steps count
-    from 1."""
+    """Ranges of steps to skip: `A B C D` skips steps A to B and C to D, inclusive. Steps are
+    counted from 1."""
     profile_steps: str | None = None
     """Profile steps A to B, inclusive, given as `A:B`. The trace (for TensorBoard or Perfetto) is
     written to profile/ in the run directory, and the most expensive operations are logged."""

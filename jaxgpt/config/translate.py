@@ -28,10 +28,10 @@ class CommandLine:
     problems: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # arguments left out of the corrected command
     corrected: list[str] = field(default_factory=list)  # arguments with a misspelled key
-    shown: dict[str, str] = field(default_factory=dict)  # argument that set each key
+    shown: dict[str, str] = field(default_factory=dict)  # key -> argument that set it
     later: dict[str, list[str]] = field(default_factory=dict)  # values still to be converted
-    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # argument by mesh axis and flag
-    unknown_axes: dict[str, str] = field(default_factory=dict)  # argument left out, by mesh axis
+    axes: dict[str, dict[str, str]] = field(default_factory=dict)  # mesh axis -> flag -> argument
+    unknown_axes: dict[str, str] = field(default_factory=dict)  # mesh axis -> argument left out
     rest: str | None = None  # mesh axis that gets the remaining devices, if a flag sets it
     default_config: str = "tiny"  # preset for command lines without --config
     default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
@@ -49,7 +49,7 @@ class CommandLine:
         self.words[key], self.shown[key] = list(words), argument
 
     def leave_out(self, argument: str, problem: str) -> None:
-        """Record a problem, and leave its argument out of the corrected command."""
+        """Record a problem, and leave `argument` out of the corrected command."""
         self.problems.append(problem)
         self.left_out.append(argument)
 
@@ -68,7 +68,7 @@ def translate(
 
     Args:
         argv: The arguments, which may be flags of other programs.
-        presets: The preset files by name.
+        presets: Maps preset names to files.
         guesses: Replace an unknown key with its probable meaning. If False, replace only misspelled
             keys, and leave out other unknown keys.
         n_devices: The number of devices, or None if it is unknown.
@@ -131,7 +131,7 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 
 
 def _is_known(key: str) -> bool:
-    """Return whether a key is a setting, or a flag in any table."""
+    """Return whether a key is either a setting or a flag that one of the tables lists."""
     tables = (aliases.SETTINGS, aliases.NEUTRAL, {aliases.IGNORED: "yes"}, aliases.KEY_SUGGESTIONS)
     is_setting = key in settings() or aliases.find(aliases.KEY_ALIASES, key)
     return bool(is_setting or any(aliases.find_end(table, key) for table in tables))
@@ -140,7 +140,7 @@ def _is_known(key: str) -> bool:
 def _meant_by(key: str, guesses: bool) -> str | None:
     """Return the key or flag that an unknown key probably means, or None.
 
-    If `guesses` is False, only misspelled keys count, because other programs have flags with
+    If `guesses` is False, accept only misspelled keys, because other programs have flags with
     similar names and different meanings, such as rope_min_timescale and rope_max_timescale.
     """
     meant = _guess_key(key) or _near_flag(key)
@@ -237,7 +237,7 @@ def _explain_word(
     """Add a problem to `line` for a word that is not an argument.
 
     If the first words in `following` seem to be the word's value, they are removed. `key` is the
-    setting that `word` names, if there is one.
+    setting that `word` names, if any.
     """
     n_words = 2 if following[:1] == ["="] else 1  # key = value
     values = following[n_words - 1 : n_words]
@@ -537,7 +537,7 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
 
 
 def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
-    """Set the number of microbatches from both batch sizes, as Megatron does.
+    """Set the number of microbatches from the global and micro batch sizes, as Megatron does.
 
     If the number of devices is needed but unknown, add a note with the formula instead.
     """
@@ -564,7 +564,7 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         n = total // size * (shape.n_devices // shape.split_of("splits_batch"))
         ignore(
             "the number of devices is unknown",
-            f"; for the microbatches of Megatron, set {key}=N, where N is {n} divided by the "
+            f"; to get Megatron's microbatches, set {key}=N, where N is {n} divided by the "
             "number of devices",
         )
     elif total % (size * (n_groups := shape.split_of("splits_batch"))):
@@ -628,7 +628,10 @@ def _axis_size(line: CommandLine, axis: str) -> int:
 
 
 def _set_schedule(line: CommandLine) -> None:
-    """Convert sequences, tokens and warm-up fractions to steps, and linear decay to wsd."""
+    """Convert lengths given in sequences, in tokens or as a warm-up fraction to steps.
+
+    Also replaces linear decay with an equivalent wsd schedule.
+    """
     words, later, unknown = line.words, line.later, set()
     for name in [name for name in later if name.startswith(("samples.", "tokens."))]:
         unit, _, key = name.partition(".")

@@ -300,7 +300,7 @@ def _check_pipeline(config: Config, n_stages: int) -> None:
 
 
 def _check_sequence(config: Config, shape: MeshShape) -> None:
-    """Raise `UsageError` if sequences or their attention cannot be split over the devices."""
+    """Raise `UsageError` if sequences cannot be split evenly, or if attention does not allow it."""
     axes, parallel, T = axes_with("splits_sequence"), config.parallel, config.model.block_size
     if parallel.sequence_parallel:
         axes = axes_with("splits_sequence", "splits_heads")
@@ -417,11 +417,11 @@ _SCHEDULES = {
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
-    The choices are optimizer.schedule and the keys in `choices`. A setting has no effect if the
-    chosen value does not use it, but another value does. data.end_of_text has no effect unless
-    data.document_mask is set. Other settings that have no effect are not detected. Also raises
-    `UsageError` if `given` has both train.batch_size and train.batch_size_per_device. `given` holds
-    the strings for each key on the command line.
+    The values of optimizer.schedule and of the keys in `choices` are checked. A setting has no
+    effect if the chosen value does not use it, but another value does. data.end_of_text has no
+    effect unless data.document_mask is set. Other settings that have no effect are not detected.
+    Also raises `UsageError` if `given` has both train.batch_size and train.batch_size_per_device.
+    `given` holds the strings for each key on the command line.
     """
     if "data.end_of_text" in given and not config.data.document_mask:
         raise UsageError(

@@ -20,7 +20,7 @@ def takes_many(kind: Any) -> bool:
 
 
 def strings_of(name: str, kind: Any, value: Any) -> list[str]:
-    """Return `value`, a value of the setting `name`, as command-line strings."""
+    """Convert `value`, which belongs to the setting `name`, to command-line strings."""
     many = isinstance(value, list | tuple)
     if name == "parallel.mesh" and many:
         return [",".join(map(str, value))]
@@ -79,7 +79,7 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
 def describe(kind: Any) -> str:
     """Return a description of the values that a type from `settings` allows.
 
-    The text can follow "must be", for example "a finite number".
+    The text, such as "a finite number", can follow the words "must be".
     """
     arguments = typing.get_args(kind)
     if takes_many(kind):
@@ -97,7 +97,7 @@ def describe(kind: Any) -> str:
 
 
 def _named_values(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return the literals in a union, and None, keyed by their spelling."""
+    """Return a dict that maps the spelling of None and of each literal in a union to its value."""
     literals = {str(w): w for kind in arguments[1:-1] for w in typing.get_args(kind)}
     return literals | {"None": None}
 

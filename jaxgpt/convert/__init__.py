@@ -11,7 +11,7 @@ from jaxgpt.cluster.environment import RANK, SIZE
 from jaxgpt.config import UsageError, expand_user
 
 OTHER_FOLDER = "choose another folder with --out"  # appended to errors about --out
-TRANSFORMERS = "hf:"  # marks a transformers folder, not a run directory
+TRANSFORMERS = "hf:"  # marks a Transformers checkpoint, not a run directory
 
 
 def transformers_folder(given: str, key: str = "") -> Path:
@@ -26,7 +26,7 @@ def transformers_folder(given: str, key: str = "") -> Path:
 
 
 def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
-    """Convert a transformers folder in a subprocess, because the conversion starts JAX.
+    """Import a Transformers checkpoint in a subprocess, because the conversion starts JAX.
 
     `out` becomes a run directory with checkpoint 0. An existing folder `out` and leftovers of
     interrupted conversions are deleted first. Raises `UsageError` if the conversion fails. The
@@ -35,7 +35,7 @@ def convert_in_subprocess(source: Path, out: Path, key: str) -> None:
     for left in (out, *out.parent.glob(f"{glob.escape(out.name)}.partial-*")):
         shutil.rmtree(left, ignore_errors=True)
     words = [sys.executable, "-m", "jaxgpt.convert", "from-hf", str(source), "--out", str(out)]
-    # Run as rank 0 of a job of size 1, because other ranks do not print errors.
+    # Run as rank 0 of a job with one process, because other ranks do not print errors.
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", RANK: "0", SIZE: "1"}
     job = subprocess.run(words, capture_output=True, text=True, env=environ)
     if job.returncode:

@@ -15,17 +15,17 @@ from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
 KINDS = {
     "from-hf": (
         "huggingface",
-        "import a transformers folder: GPT-2, Llama, Mistral, Qwen2, Qwen3 or Gemma 3",
+        "import a Transformers checkpoint: GPT-2, Llama, Mistral, Qwen2, Qwen3 or Gemma 3",
     ),
-    "to-hf": ("huggingface", "export a run as a transformers folder"),
+    "to-hf": ("huggingface", "export a run as a Hugging Face Transformers checkpoint"),
     "from-nanogpt": ("nanogpt", "import a nanoGPT ckpt.pt"),
     "to-nanogpt": ("nanogpt", "export a run as safetensors with nanoGPT's tensor names"),
     "from-megatron": ("megatron", "import a Megatron-LM or Megatron-DeepSpeed GPT checkpoint"),
     "command": (
         "command",
-        "print jaxgpt's command for a command line or shell script for nanoGPT, wordplay, "
-        "Megatron, torchtitan, MaxText or levanter. The exit status is 1 if the command lacks "
-        "arguments that change the run; a note on stderr lists them",
+        "print the jaxgpt command that replaces a command line or shell script for nanoGPT, "
+        "wordplay, Megatron, torchtitan, MaxText or levanter. The exit status is 1 if the command "
+        "lacks arguments that change the run; a note on stderr lists them",
     ),
 }
 
@@ -56,7 +56,7 @@ def parser() -> CommandParser:
         if name == "from-hf":
             kind.add_argument(
                 "--block-size", type=whole_number(bits=31), metavar="N",
-                help="set the context of a model with rotary positions to N tokens",
+                help="context length in tokens, for a model with rotary positions",
             )  # fmt: skip
         if name.startswith("from-"):
             own = "; default: the tokenizer in the imported folder" * (name == "from-hf")

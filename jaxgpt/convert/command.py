@@ -1,6 +1,6 @@
 """Conversion of other programs' command lines and shell scripts to jaxgpt commands.
 
-Scripts are parsed but not run. Assignments, arrays and arithmetic are expanded. Variables that a
+Scripts are parsed but not run. Assignments, arrays and arithmetic are evaluated. Variables that a
 script does not set are taken from the environment.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, in_words, shorten, train_command
 
-# Maps part of a program's name to the preset with the program's defaults, or None if there is none.
+# Maps part of a program's name to the preset with that program's defaults, or to None if there is
+# no such preset.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",
@@ -131,8 +132,9 @@ def _assignments(statement: str) -> list[tuple[str, str, str]] | None:
 def _assign(variables: dict[str, str], name: str, plus: str, value: str) -> None:
     """Set a variable, or append to it if `plus` is not empty.
 
-    The variable is left unchanged if `value` has several unquoted words, such as `$(wc -l hosts)`,
-    because the output of a command is unknown.
+    If `value` is neither an array nor arithmetic but has several unquoted words, it is usually a
+    command substitution, such as `$(wc -l hosts)`. The variable is then left unchanged, because the
+    command's output is unknown.
     """
     if not value.startswith(("(", "$((")) and len(_split(value)) > 1:
         return
@@ -142,7 +144,7 @@ def _assign(variables: dict[str, str], name: str, plus: str, value: str) -> None
 
 
 def _parts(word: str, is_evaluated: bool) -> list[str]:
-    """Split a quoted option, or any word after `eval`, into its words."""
+    """Split a word into shell words if it is an option or follows `eval`."""
     return _split(word) if word.startswith("-") or is_evaluated else [word]
 
 
@@ -159,7 +161,7 @@ def _expand(text: str, variables: dict[str, str]) -> str:
     def value(match: re.Match) -> str:
         name, default = match[1] or match[4], match[3]
         known = variables.get(name, os.environ.get(name, ""))
-        if known:  # do not expand variables in the value, as in PATH=/bin:$PATH
+        if known:  # do not expand variables in the value, such as $PATH in PATH=/bin:$PATH
             return known.replace("$", "\0")
         return default if match[2] in ("-", "=") else f"\0{match[0][1:]}"
 
@@ -273,7 +275,7 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     numbers = {}
     for name, value in pairs:
         if name in TOTAL | PER_HOST | HOSTS and value.isdecimal():
-            if len(value) > 18:  # by default, Python refuses to convert thousands of digits
+            if len(value) > 18:  # by default, int() rejects thousands of digits
                 raise UsageError(
                     f"convert: {name} {shorten(value)}: must be a whole number, less than 10^18"
                 )

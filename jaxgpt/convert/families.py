@@ -21,7 +21,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # type -> its parameters
 LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
-WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that can mix types of layers
+WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that can mix layer types
 
 
 def table_of(model: ModelConfig) -> Table:
@@ -221,7 +221,7 @@ def _rope(
 ) -> dict[str, Any]:
     """Return the rotary embedding options. `default` is used if config.json has no rope_theta.
 
-    `new` and `old` are the results of `_rope_parameters`.
+    `_rope_parameters` returns `new` and `old`.
     """
     scaling = new or old
     theta = new.get("rope_theta", keys.get("rope_theta", default))
@@ -397,7 +397,7 @@ def _to_gpt2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _to_llama(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json keys for Llama, Mistral, Qwen2 or Qwen3."""
+    """Return the config.json entries for Llama, Mistral, Qwen2 or Qwen3."""
     if model.qk_norm or model.qkv_bias:
         family, architecture = ("qwen3", "Qwen3") if model.qk_norm else ("qwen2", "Qwen2")
         types = _layer_types(model)
@@ -449,7 +449,7 @@ def _to_gemma3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _to_decoder(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json keys that all families except GPT-2 have."""
+    """Return the config.json entries that all families except GPT-2 share."""
     return {
         "num_hidden_layers": model.n_layer,
         "num_attention_heads": model.n_head,

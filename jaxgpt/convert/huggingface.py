@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face transformers folders: config, safetensors and tokenizer."""
+"""Import and export of Hugging Face Transformers checkpoints, including the tokenizer."""
 
 import dataclasses
 import itertools
@@ -27,15 +27,15 @@ GPT2_PREFIX = "transformer."  # prefix of tensor names in files saved by GPT2LMH
 def from_hf(
     path: Path, out: Path, block_size: int | None = None, tokenizer: Path | None = None
 ) -> list[str]:
-    """Import a transformers folder as initial weights for a run. Return the lines to print.
+    """Import a Transformers checkpoint as initial weights for a run. Return the lines to print.
 
     Args:
-        path: the transformers folder.
+        path: folder with config.json and safetensors files.
         out: run directory to create.
         block_size: new context length in tokens, for a model with rotary positions. If None, the
             length is unchanged.
-        tokenizer: path that `read_tokenizer` accepts. None selects the folder's tokenizer.json or
-            GPT-2 vocabulary files, if there are any.
+        tokenizer: path that `read_tokenizer` accepts. None selects the tokenizer.json or GPT-2
+            vocabulary files in `path`, if there are any.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the tensors
     do not match config.json, if `block_size` does not fit the model, or if the package
@@ -127,15 +127,15 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
 def to_hf(
     run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
 ) -> list[str]:
-    """Export the weights of a run as a transformers folder. Return the lines to print.
+    """Export a run's weights as a Transformers checkpoint. Return the lines to print.
 
     Args:
         run: run directory.
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum total size of the tensors in a file, in bytes. A larger tensor gets a
-            separate file.
+        max_bytes: maximum total size of the tensors in a file, in bytes. A tensor larger than this
+            gets its own file.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if no
     transformers family fits the model, or if a required package (`safetensors` or `tokenizers`) is
@@ -162,7 +162,7 @@ def to_hf(
 
 
 def _zero_biases(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of each bias that a GPT-2 without biases lacks.
+    """Return the name and shape of each bias that GPT-2 lacks if model.bias=False.
 
     These biases are exported as zeros, because GPT-2 in transformers always has biases. The names
     include GPT-2's prefix.

@@ -38,9 +38,9 @@ class Slot:
         return (*before, self.ref.part)
 
     def to_jaxgpt(self, tensor: np.ndarray) -> np.ndarray:
-        """Convert a whole external tensor to the shape of the jaxgpt array at `index`.
+        """Convert a complete external tensor to the shape of the slice that `index` selects.
 
-        Vocabulary tables are not supported, because external tensors have no vocabulary padding.
+        Arrays with a vocabulary axis are not supported, because external tensors are not padded.
         """
         shape = _part_shape(self.weight, self.ref)
         if self.ref.form == "interleaved":  # rows are (H, 3, K)
@@ -50,9 +50,9 @@ class Slot:
         return (tensor.T if self.ref.form == "transposed" else tensor).reshape(shape)
 
     def to_external(self, array: np.ndarray) -> np.ndarray:
-        """Convert the jaxgpt array at `index` to the shape of the external tensor.
+        """Convert the slice that `index` selects to the shape of the external tensor.
 
-        "interleaved" tensors and padded vocabulary tables are not supported.
+        "interleaved" tensors and arrays with vocabulary padding are not supported.
         """
         if self.ref.form == "transposed":
             return array.reshape(self.shape[::-1]).T
@@ -61,7 +61,7 @@ class Slot:
 
 
 def slots(table: Table, model: ModelConfig) -> dict[str, Slot]:
-    """Return the slot of each tensor of a model, by external name.
+    """Return a dict that maps the external name of each tensor in a model to its slot.
 
     The slots are ordered by jaxgpt array, then by layer. Weights that are not in `table` have no
     slot. `model.vocab_size` must be set.
@@ -137,7 +137,7 @@ def import_tensors(
 ) -> None:
     """Write tensors into jaxgpt's arrays, one at a time.
 
-    `wanted` is the result of `match_tensors` for `found`. Vocabulary padding is set to zero. Raises
+    `match_tensors` returns `wanted` for `found`. Vocabulary padding is set to zero. Raises
     `UsageError` if a tensor cannot be read. Also raises whatever `writer` raises.
     """
     for name, slot in wanted.items():
@@ -160,10 +160,11 @@ def import_tensors(
 def export_tensors(
     reader: WeightsReader, wanted: Mapping[str, Slot]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, float32 tensor) in the order of `wanted`, as returned by `slots`.
+    """Yield (name, float32 tensor) for each slot in `wanted`, in order.
 
-    Tensors outside the layers may be yielded in consecutive blocks of rows. Raises `UsageError` if
-    the checkpoint cannot be read or is damaged.
+    `wanted` must have the order of the dict that `slots` returns. Tensors outside the layers may be
+    yielded in consecutive blocks of rows. Raises `UsageError` if the checkpoint cannot be read or
+    is damaged.
     """
     by_layer: dict[tuple[str, int | None], list[tuple[str, Slot]]] = {}
     for name, slot in wanted.items():

@@ -68,7 +68,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor that is replicated, or sharded over tensor-parallel ranks along one dimension."""
+    """A tensor that tensor-parallel ranks either replicate or shard along one dimension."""
 
     parts: tuple[Tensor, ...]  # one for each tensor-parallel rank
     axis: int | None  # sharded dimension; None if the tensor is replicated
@@ -136,7 +136,7 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
 
 
 def rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the checkpoint file of each rank, by (tensor rank, pipeline rank).
+    """Return a dict that maps each (tensor rank, pipeline rank) to its checkpoint file.
 
     `path` is a checkpoint folder, or a parent folder with a file that names the latest checkpoint.
     Raises `UsageError` if the folder is missing, if it has no checkpoint in a supported format, or
@@ -184,7 +184,7 @@ def is_harmless(name: str) -> bool:
 
 
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
-    """Load one rank's file. Return the arguments, and the tensors by name (see `flat`).
+    """Load one rank's file. Return Megatron's arguments and a dict of tensors (see `flat`).
 
     An argument is a number, a string, None, or a list of these. Enum members are replaced with
     their values. Raises `UsageError` if the file cannot be read or is not a supported checkpoint,
@@ -221,7 +221,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat(tree: Mapping[Any, Any], file: Path) -> dict[str, TorchTensor]:
-    """Return the tensors of nested dictionaries, by their names in `MEGATRON`.
+    """Return a dict that maps names in `MEGATRON` to the tensors in nested dictionaries.
 
     In these names, {} is replaced by the layer number within the pipeline stage. Tensors that are
     not in `MEGATRON` are also returned. Tensors whose names end in _extra_state are left out.
@@ -260,7 +260,7 @@ def merged(
     ranks: Mapping[tuple[int, int], Mapping[str, TorchTensor]],
     arguments: Mapping[str, Any],
 ) -> dict[str, Merged]:
-    """Return the tensors of the full model by name, with layers numbered across pipeline stages.
+    """Return the full model's tensors in a dict, with layers numbered across pipeline stages.
 
     Args:
         files: file of each (tensor rank, pipeline rank), for error messages.

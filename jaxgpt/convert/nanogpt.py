@@ -58,7 +58,7 @@ def model_of(path: Path, arguments: Any) -> ModelConfig:
 
 
 def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
-    """Return the tensors of a state_dict by name, without torch.compile's prefix.
+    """Return the tensors in a state_dict, with torch.compile's prefix removed from their names.
 
     Raises `UsageError` if `state` is not a state_dict of tensors, or if torch is missing or too
     old.
@@ -79,8 +79,8 @@ def to_nanogpt(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum total size of the tensors in a file, in bytes. A larger tensor gets a
-            separate file.
+        max_bytes: maximum total size of the tensors in a file, in bytes. A tensor larger than this
+            gets its own file.
 
     Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
     unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not

@@ -49,7 +49,7 @@ class SafeTensor:
 
 
 def open_folder(folder: Path) -> dict[str, SafeTensor]:
-    """Return the tensors of a folder by name, without reading their data.
+    """Return a dict that maps names to the tensors in a folder, without reading their data.
 
     The folder has either one file or several files with an index. Raises `UsageError` if a file is
     missing, unreadable or damaged, if a tensor in the index is missing, or if the `safetensors`
@@ -77,7 +77,7 @@ def open_folder(folder: Path) -> dict[str, SafeTensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor.
+    """Return a dict that maps the name of each tensor to its file name.
 
     Raises `UsageError` if the index is invalid, or if a file is not in the same folder.
     """
@@ -93,7 +93,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def open_file(path: Path) -> dict[str, SafeTensor]:
-    """Return the tensors of one file by name, without reading their data.
+    """Return a dict that maps names to the tensors in one file, without reading their data.
 
     Raises `UsageError` if the file cannot be read or is damaged, or if the `safetensors` package is
     not installed.
@@ -157,7 +157,7 @@ def write_folder(
     dtype: str,
     max_bytes: int,
 ) -> None:
-    """Write tensors to one file, or to shards of at most `max_bytes` with an index.
+    """Write tensors to one file, or to an index and shards of at most `max_bytes` each.
 
     Each shard is held in memory, because the `safetensors` package writes complete files. A tensor
     larger than `max_bytes` gets a separate shard.

@@ -20,7 +20,7 @@ OLDEST = "2.10"  # older versions can run code even with weights_only=True (CVE-
 
 
 class Inert:
-    """Stand-in for an object of an external class, with its constructor arguments and fields.
+    """Stand-in for an external object. It keeps the object's constructor arguments and fields.
 
     `fields` is empty unless the pickled state of the object is a dictionary.
     """

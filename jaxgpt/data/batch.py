@@ -12,7 +12,7 @@ NO_TOKEN = -1  # padding for shorter rows
 
 
 class Batch(NamedTuple):
-    """A batch or microbatch, or one device's part of it."""
+    """A batch, a microbatch, or one device's shard of either."""
 
     tokens: jax.Array  # int32 (B, T): token IDs
     targets: jax.Array  # int32 (B, T): the next token

@@ -22,7 +22,7 @@ class BatchSizes:
         self.changes = tuple((first, size) for first, size in changes)
 
     def at(self, step: int) -> int:
-        """Return the batch size of a step, which must not be before the first of `changes`."""
+        """Return the batch size of a step, which must not precede the first step in `changes`."""
         return next(size for first, size in reversed(self.changes) if first <= step)
 
     def consumed(self, step: int) -> int:

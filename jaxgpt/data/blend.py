@@ -26,7 +26,7 @@ class BlendEntry:
     weight: Fraction
     weight_text: str  # as given by the user
     path: Path
-    corpus: str  # default: the name of the folder or file, or the full path if it is ambiguous
+    corpus: str  # default: name of the folder or file, or the full path if the name is ambiguous
     key: str  # the setting that selects the source, for error messages
 
     @property
@@ -36,7 +36,7 @@ class BlendEntry:
 
 
 def read_file_list(path: Path) -> list[str]:
-    """Return the lines of a data.file_list, without surrounding spaces.
+    """Read the file that data.file_list names, and return its lines without surrounding whitespace.
 
     Blank lines and lines that begin with # are left out.
 
@@ -115,20 +115,20 @@ def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], .
 
 
 class WeightedInterleave:
-    """Mapping from sample n to (corpus, number of the sample within that corpus).
+    """Mapping from sample n to (corpus, index of the sample within that corpus).
 
     After any n samples, the number of samples from corpus i is within 1 of n * w_i, where w_i is
     its share. This is the chairman assignment problem (R. Tijdeman, Discrete Math. 32, 1980). Its
     solutions are usually built one sample at a time. Here, the sequence is divided into blocks, so
-    that sample n can be found without computing all earlier samples. At each block boundary,
-    `_counts_at` computes the counts directly, so that the blocks on both sides can satisfy the
-    bound. Inside a block, the bound gives each sample a range of positions, and samples are
+    that sample n can be found without computing all earlier samples. Block boundaries are chosen so
+    that the blocks on both sides can satisfy the bound, and `_counts_at` computes the counts there
+    directly. Inside a block, the bound gives each sample a range of positions, and samples are
     scheduled earliest deadline first. A block is long enough to contain a sample from every corpus.
     In a shorter block, rounding could make a count decrease.
 
-    The counts are exact: the weights are integers p_i, their sum is Q, and the shares are p_i / Q.
-    (Grain's mix is also O(1), but its counts can deviate by more than 1. With Grain 0.2.18 and five
-    corpora with the weights 130, 233, 380, 385 and 986, they deviate by up to 2.6.)
+    The arithmetic is exact: the weights are integers p_i, their sum is Q, and the shares are
+    p_i / Q. (Grain's mix is also O(1), but its counts can deviate by more than 1. With Grain 0.2.18
+    and five corpora with the weights 130, 233, 380, 385 and 986, the deviation is up to 2.6.)
     """
 
     def __init__(self, weights: Sequence[Fraction]):
@@ -164,7 +164,7 @@ class WeightedInterleave:
     def _make_block(self, number: int) -> tuple[int, list[int], array, array]:
         """Build a block: (first sample, counts before the block, corpora, sample numbers).
 
-        The number of a sample counts the earlier samples from the same corpus in the block.
+        A sample's number is how many earlier samples in the block come from the same corpus.
         """
         first, before = self._boundary(number)
         end, after = self._boundary(number + 1)
@@ -236,7 +236,7 @@ class WeightedInterleave:
 
 
 class Blend:
-    """Mapping from sample n to (corpus, source, number of the sample within that source).
+    """Mapping from sample n to (corpus, source, index of the sample within that source).
 
     Corpora, and the sources within each corpus, are interleaved by weight.
     """
@@ -259,7 +259,7 @@ class Blend:
         ]
 
     def __getitem__(self, n: int) -> tuple[int, int, int]:
-        """Return (corpus, source, number within the source) of sample n, all counted from 0."""
+        """Return (corpus, source, index within the source) of sample n, all counted from 0."""
         corpus, within = self._corpora[n]
         member, number = self._sources[corpus][within]
         return corpus, self._members[corpus][member], number

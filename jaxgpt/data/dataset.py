@@ -51,7 +51,7 @@ class Dataset:
         return any(tokens.mask is not None for tokens in splits)
 
     def size(self, split: str) -> int:
-        """Return the total number of tokens in a split, which every source must have."""
+        """Return the total number of tokens in a split. Every source must have this split."""
         return sum(source.tokens[split].size for source in self.sources)
 
     def find_document(self, source: int, split: str, offset: int) -> Document:
@@ -136,10 +136,11 @@ class Dataset:
 
 
 def dataset_directory(data: DataConfig) -> Path:
-    """Return data.path or, if it is not set, the folder of data.dataset. The path need not exist.
+    """Return data.path or, if it is not set, the folder where data.dataset is stored.
 
-    data.blend and data.file_list are ignored. Datasets are stored in $JAXGPT_DATA (default:
-    ~/.cache/jaxgpt). Raises `UsageError` if the home directory is needed but unknown.
+    The folder need not exist. data.blend and data.file_list are ignored. Datasets are stored in
+    $JAXGPT_DATA (default: ~/.cache/jaxgpt). Raises `UsageError` if the home directory is needed but
+    unknown.
     """
     if data.path is not None:
         return Path(data.path)
@@ -170,8 +171,8 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     """Return `config` with model.vocab_size and, if needed, data.end_of_text filled in.
 
     data.end_of_text is filled in only if data.document_mask is set and data.end_of_text is None. It
-    is set to the tokenizer's end-of-text token. If `dataset` is None, it is set to 0, and
-    `vocabulary_size` determines model.vocab_size.
+    is set to the ID of the tokenizer's end-of-text token. If `dataset` is None, data.end_of_text is
+    set to 0 instead, and `vocabulary_size` determines model.vocab_size.
 
     Raises:
         UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set and
@@ -220,7 +221,7 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
 def open_dataset(
     data: DataConfig, model: ModelConfig, splits: Sequence[str] | None = SPLITS
 ) -> Dataset:
-    """Open the data of a configuration. Token files are opened when they are first read.
+    """Open the data that a configuration selects. Token files are opened on the first read.
 
     If `splits` is None, each source keeps the splits found in its files. If `splits` is given and a
     source has no validation split, the end of its training split is used for validation. The
@@ -363,7 +364,7 @@ def _unreadable(entry: BlendEntry, error: OSError) -> UsageError:
 
 
 def _remedy(path: Path) -> str:
-    """Return advice to the user about a path that has no token data."""
+    """Return advice for the user about a path that has no token data."""
     if (path / PARTS).is_dir():
         return "its preparation was interrupted; run the same jaxgpt.prepare command again"
     for suffix, kind in (".idx", "Megatron pairs"), (".bin", "token files"):

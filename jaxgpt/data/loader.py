@@ -1,6 +1,6 @@
 """Batch loader with O(1) seek. A batch is a pure function of (data, seed, batch sizes, step).
 
-JAX is imported only to make global arrays, so `jaxgpt.inspect` can read rows without it.
+JAX is imported only to make global arrays, so `jaxgpt.inspect` can read rows without JAX.
 """
 
 import itertools
@@ -35,7 +35,7 @@ class RowLocation(NamedTuple):
 
 
 class Loader:
-    """Batches of one split for any step, as NumPy rows or as global arrays on the mesh."""
+    """Random-access loader for the batches of one split, as NumPy rows or as global arrays."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class Loader:
         return cls(dataset, split, config, sizes, config.train.seed + 1, sharding)
 
     def sequence(self, step: int, row: int) -> int:
-        """Return the index of a row's sequence among all of the run's sequences (from 0)."""
+        """Return the index (from 0) of a row's sequence among all sequences of the run."""
         return self.batch_sizes.consumed(step - 1) + row
 
     def row_location(self, step: int, row: int) -> RowLocation:
-        """Return the location of a row of a step's batch.
+        """Return the location of a row in a step's batch.
 
         faults.random_tokens does not affect the result.
         """

@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets, PREFIX.bin and PREFIX.idx, read without torch.
+"""Reader for Megatron-LM's indexed datasets (PREFIX.bin and PREFIX.idx). It does not need torch.
 
 PREFIX.bin holds all tokens, one sequence after another. PREFIX.idx is little-endian and contains
 

@@ -26,9 +26,10 @@ def is_folder(path: Path) -> bool:
 def open_folder(path: Path) -> OpenSource:
     """Open the files of all splits, with their loss masks.
 
-    meta.json contains the dtype (default: uint16). Raises `UsageError` if a file listed in
-    meta.json is missing, if meta.json or a file is damaged, or if meta.json exists but does not
-    list a mask file. May raise `OSError` if meta.json or the folder cannot be accessed.
+    The dtype comes from meta.json (default: uint16). Raises `UsageError` if a file listed in
+    meta.json is missing, if meta.json or a file is damaged, or if meta.json exists but one of the
+    mask files is not listed in it. May raise `OSError` if meta.json or the folder cannot be
+    accessed.
     """
     meta = read_meta(path)
     files = {split: path / f"{split}.bin" for split in ALL_SPLITS}
@@ -51,8 +52,8 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> OpenSource:
     """Open a single .bin file as the "train" split, with its loss mask.
 
-    The folder's meta.json contains the dtype (default: uint16). Raises `UsageError` if a file is
-    missing or damaged, or if meta.json exists but does not list the mask file. May raise
+    The dtype comes from the folder's meta.json (default: uint16). Raises `UsageError` if a file is
+    missing or damaged, or if meta.json exists but the mask file is not listed in it. May raise
     `OSError` if meta.json or the folder cannot be accessed.
     """
     meta = read_meta(path.parent)

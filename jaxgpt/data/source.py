@@ -36,8 +36,8 @@ class OpenSource:
     # Tokens of each split. If there is "train" but no "val", a run validates on the end of "train".
     tokens: dict[str, Tokens]
     find_document: FindDocument | None = None  # None if there is no document index
-    # Contents of meta.json, or {} if it does not exist. A `fingerprint` that was computed from
-    # other tokens is removed.
+    # Contents of meta.json, or {} if it does not exist. The `fingerprint` is left out if it was
+    # computed from other tokens.
     meta: dict[str, Any] = field(default_factory=dict)
 
 

@@ -24,7 +24,7 @@ OTHER_FILES = 512  # allowance for other open files
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the process's limit on open files, which is often 1024, to allow `count` token files.
+    """Raise the process's limit on open files (often 1024) to allow `count` token files.
 
     Raises:
         UsageError: if the hard limit is too low.
@@ -41,7 +41,7 @@ def allow_open_files(count: int) -> None:
 class TokenFile:
     """A file with an array of token IDs.
 
-    The first read opens the file. It is closed when this object is garbage-collected.
+    The file is opened on the first read, and closed when this object is garbage-collected.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, size: int, header: int = 0):

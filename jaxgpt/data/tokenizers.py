@@ -27,8 +27,8 @@ SHAPES = {  # structure of the `to_meta` result for each type of tokenizer
     "huggingface": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
     "sentencepiece": {"file": str, "sha256": str, "vocab_size": int, "end_of_text": int | None},
 }
-_CONTEXT = 128  # number of characters to encode on each side of a split point, to verify it
-# `same_tokens` encodes this text. Two tokenizers rarely split it in the same way.
+_CONTEXT = 128  # to verify a split point, this many characters are encoded on each side of it
+# `same_tokens` encodes this text. Different tokenizers rarely split it the same way.
 _PROBE = "Hello, World! It's 1234567 %\n\n  def f(x):\treturn naïve  \u6f22\u5b57 \U0001f642\r\n"
 # The pre-tokenizers of GPT-2, GPT-4, Llama 3, Qwen and DeepSeek never join a letter or digit with a
 # following space or newline, and their patterns have no lookbehind.
@@ -75,7 +75,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def count_bytes(self, tokens: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes in the text of `tokens`, without end-of-text tokens.
+        """Return the number of UTF-8 bytes in the text of `tokens`, excluding end-of-text tokens.
 
         `tokens` has shape (tokens,), and all IDs must be in the vocabulary. With a `FileTokenizer`,
         invalid UTF-8 counts as U+FFFD, which has 3 bytes.
@@ -95,7 +95,7 @@ class Tokenizer(abc.ABC):
         """Return a JSON description of the tokenizer, for `tokenizer_from_meta`."""
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer's file, if it has one, to `directory`.
+        """Write the tokenizer's file, if any, to `directory`.
 
         An identical file is left unchanged. Raises `OSError` if a file cannot be read or written.
         """
@@ -175,7 +175,7 @@ class FileTokenizer(Tokenizer):
     """
 
     kind: str  # the type in meta.json
-    file: str  # the file's name in the folder of a dataset or run
+    file: str  # name of the file in a dataset folder or run directory
 
     def __init__(self, content: bytes, vocab_size: int, end_of_text: int | None):
         self.vocab_size = vocab_size
@@ -310,8 +310,8 @@ def tokenizer_from_meta(meta: dict[str, Any], directory: Path) -> Tokenizer:
     """Return the tokenizer described by `to_meta` and written to `directory` by `save`.
 
     Raises:
-        UsageError: if the description is invalid, or the tokenizer's file is missing, unreadable or
-            modified.
+        UsageError: if the description is invalid, or if the tokenizer's file is missing, unreadable
+            or modified.
     """
     kind = meta.get("type")
     try:

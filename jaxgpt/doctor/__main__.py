@@ -58,8 +58,8 @@ def parser() -> CommandParser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line.
 
-    Raises `UsageError` if an argument is unknown or malformed. Process 0 also raises it if `--out`
-    is not writable.
+    Raises `UsageError` if an argument is unknown or malformed. Process 0 also raises `UsageError`
+    if `--out` is not writable.
     """
     arguments = parser().parse_args(argv)
     if arguments.mesh is not None:

@@ -16,7 +16,7 @@ from jaxgpt.perf.units import GIB, count, format_bytes
 
 MEMORY_PER_PROCESS = GIB  # JAX, Orbax and a small model use about half of it
 SHARED_MEMORY_PER_PROCESS = 2**24  # bytes, for MPI and NCCL buffers
-# Remedies, by type of device, if JAX does not use a known machine's accelerators.
+# Remedies for known machines whose accelerators JAX does not use, by type of accelerator.
 _NVIDIA = "pip install 'jaxgpt[cuda]' ('jaxgpt[cuda12]' with a driver older than 580)"
 _AMD = "pip install 'jax[rocm7-local]' (jax-rocm7-plugin; needs ROCm 7)"
 PLUGIN_REMEDIES = {
@@ -29,7 +29,7 @@ PLUGIN_REMEDY = (
     f"install the vendor's JAX plugin (NVIDIA: {_NVIDIA}; AMD: {_AMD}), or set JAX_PLATFORMS=cpu"
 )
 CLOCK_ROUNDS = 5
-CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier with a much smaller spread
+CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier much closer together than this
 
 Job = Sequence[SimpleNamespace]  # facts from `collect_facts`, by rank
 
@@ -79,8 +79,8 @@ def check_versions(job: Job) -> Check:
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
     """Check that MPI works if it is needed, and that no host of the job is left unused.
 
-    Only the number of hosts is compared. If the number of allocated hosts is unknown, the result
-    is WARN.
+    This compares only the number of hosts, not their names. If the number of allocated hosts is
+    unknown, the result is WARN.
     """
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
@@ -146,7 +146,7 @@ def check_devices(job: Job) -> Check:
 
 
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
-    """Check that JAX uses every accelerator of every host, each in exactly one process.
+    """Check that every accelerator of every host is used by JAX, in exactly one process.
 
     Unused accelerators are accepted if JAX_PLATFORMS=cpu is set. On an unknown machine, the number
     of accelerators comes from `count_accelerators`, and unused ones are also accepted if a variable

@@ -25,12 +25,12 @@ from jaxgpt.perf.collectives import ring_bytes
 from jaxgpt.perf.hardware import find_device
 from jaxgpt.perf.units import format_bytes
 
-# Maps the size of an array in bytes to the number of timed calls.
+# Maps an array size in bytes to the number of timed calls.
 REPETITIONS = {2**10: 20, 2**15: 20, 2**20: 10, 2**24: 3, 2**26: 3}
 SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; a slower collective is not run with larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
-CHECKED = 4096  # maximum number of elements per result that are compared with NumPy
+CHECKED = 4096  # maximum number of elements of each result to compare with NumPy
 ALL = None  # used instead of a source device if the result is a sum over all devices
 
 
@@ -117,7 +117,7 @@ def default_mesh_shape(cluster: ProcessGroup) -> MeshShape:
 def axis_link(mesh: Mesh, axis: str, cluster: ProcessGroup) -> tuple[bool, float | None]:
     """Return whether an axis spans several hosts, and a device's peak bandwidth along this axis.
 
-    The peak (bytes/s) is None if `perf.hardware` does not list one for the device.
+    The peak is in bytes/s, or None if `perf.hardware` does not list one for the device.
     """
     crosses = hosts_spanned([axis], mesh.shape, device_hosts(mesh, cluster.hosts)) > 1
     device = find_device(mesh.devices.flat[0].device_kind)
@@ -163,12 +163,12 @@ def measure_axis(
 def try_on_all(
     activity: str, cluster: ProcessGroup, function: Callable[..., Any], *arguments: Any
 ) -> tuple[list[Any], str | None]:
-    """Call a function on every process; return the results by rank, and an error message or None.
+    """Call a function on every process. Return the results, and an error message or None.
 
-    Every process must call this. The message is from the lowest rank that failed. The result of a
-    failed process is None. The results must be JSON values. A failed process immediately prints its
-    error to stderr, because the other processes may be stuck in a collective and never receive the
-    message.
+    Every process must call this. The results are in the order of the ranks. The error message comes
+    from the lowest rank that failed. The result of a failed process is None. The results must be
+    JSON values. A failed process immediately prints its error to stderr, because the other
+    processes may be stuck in a collective and never receive the message.
     """
     result = error = None
     try:
@@ -182,12 +182,12 @@ def try_on_all(
 
 
 def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> float:
-    """Return the mean seconds per call of a collective on this process.
+    """Return the mean time in seconds per call of a collective, as measured on this process.
 
-    `size`, a key of `REPETITIONS`, is the size of the whole float32 array in bytes. It is rounded
-    up so that the devices along the axis have equal parts. Every process must call this. Up to
-    `CHECKED` elements of a result are checked. Raises `ArithmeticError` if an element is wrong.
-    XLA's errors are propagated.
+    `size` is the size of the whole float32 array in bytes, and must be a key of `REPETITIONS`. It
+    is rounded up so that the devices along the axis have equal parts. Every process must call this.
+    Up to `CHECKED` elements of a result are checked. Raises `ArithmeticError` if an element is
+    wrong. XLA's errors are propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))
@@ -255,9 +255,9 @@ def _check_result(
 def collective_checks(measurements: Sequence[Measurement], peak: float | None) -> list[Check]:
     """Return one check for each collective over an axis, given the result of `measure_axis`.
 
-    `peak` is the bandwidth of a device along the axis in bytes/s, or None if it is unknown. A check
-    is FAIL if the collective failed. It is WARN if the last all-reduce has at least `LARGE` bytes
-    but reaches less than a tenth of `peak`.
+    `peak` is the peak bandwidth of a device along the axis in bytes/s, or None if it is unknown. A
+    check is FAIL if the collective failed. The all-reduce check is WARN if the bandwidth for the
+    largest measured array is less than a tenth of `peak` and this array has at least `LARGE` bytes.
     """
     out = []
     for collective in COLLECTIVE_TESTS:

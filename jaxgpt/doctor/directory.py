@@ -1,4 +1,4 @@
-"""Checks of the run directory: write access from every host, and its file system."""
+"""Checks of the run directory: its file system, and write access from every host."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
     """Check that all hosts can write to the run directory and see a file that process 0 wrote.
 
     If the directory does not exist, its nearest existing parent is checked. One process per host
-    runs the checks. For each check of `host_checks`, returns the worst result of any host. If
-    process 0 cannot write, returns a single FAIL. Every process must call this. Raises `OSError` as
-    `host_checks` does.
+    runs the checks. For each check in `host_checks`, returns the worst result across all hosts. If
+    process 0 cannot write, returns a single FAIL. Every process must call this. Raises `OSError`,
+    as `host_checks` does.
     """
     path = error = None
     mine: list[Check] = []
@@ -49,8 +49,8 @@ def directory_checks(cluster: ProcessGroup, directory: Path) -> list[Check]:
 def check_writable(directory: Path, option: str = "--out") -> None:
     """Raise `UsageError` if no file can be created in `directory`.
 
-    If `directory` does not exist, its nearest existing parent is tested. `option` is the name of
-    the setting in the message.
+    If `directory` does not exist, its nearest existing parent is tested. The error message names
+    `option`.
     """
     with scratch_file(directory, option):
         pass
@@ -81,7 +81,7 @@ def host_checks(path: str, cluster: ProcessGroup) -> list[Check]:
     """Check that this host sees process 0's file at `path` and can write to the same folder.
 
     Waits up to `ANSWER` seconds for the file. Returns a single FAIL, or two checks: the run
-    directory and its file system. Raises `OSError` as `check_file_system` does.
+    directory and its file system. Raises `OSError`, as `check_file_system` does.
     """
     directory, host = Path(path).parent, cluster.host_names[cluster.rank]
     deadline = time.monotonic() + ANSWER
@@ -121,9 +121,10 @@ def check_file_system(directory: Path) -> Check:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system that contains `path`, such as `lustre`, or `unknown`.
+    """Return the type of the file system that contains `path`, such as `lustre`.
 
-    Raises `OSError` if /proc/mounts exists but cannot be read.
+    If the type cannot be determined, returns `unknown`. Raises `OSError` if /proc/mounts exists but
+    cannot be read.
     """
     table = Path("/proc/mounts")
     text = table.read_text(errors="surrogateescape") if table.exists() else ""

@@ -28,7 +28,7 @@ MEMORY_LIMITS = {
 
 
 def _package_versions() -> dict[str, str | None]:
-    """Return the version of each package in `PACKAGES`, or None if it is not installed."""
+    """Return a dict from each package in `PACKAGES` to its version, or None if not installed."""
     found = {name: d.version for d in metadata.distributions() if (name := d.name) in PACKAGES}
     return {package: found.get(package) for package in PACKAGES}
 
@@ -50,7 +50,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     return {
         "host": cluster.hosts[cluster.rank],  # rank of the first process on this host
         "host_name": cluster.host_names[cluster.rank],
-        # The number of hosts allocated to the job, or an error message if it is unknown.
+        # The number of hosts allocated to the job, or an error message if the number is unknown.
         "allocated_hosts": error or len(hosts[0]),
         "versions": {
             "python": platform.python_version(),
@@ -65,8 +65,8 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "devices": device_names(local_device_ids(cluster) or range(len(local)), visible),
         "narrowed": bool(visible),  # an environment variable selects the visible devices
         "jax_platforms": os.environ.get("JAX_PLATFORMS", ""),
-        "accelerators": count_accelerators(),  # number on the host.
-        # Bytes that JAX may use on one device; None if the device does not report it.
+        "accelerators": count_accelerators(),  # number of accelerators on the host
+        # Bytes that JAX may use on one device; None if the device does not report this limit.
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
         # Available host memory in bytes (on macOS, all memory), or the job's limit if it is lower.
         "memory": min([_available_memory(), *_memory_limits()]),
@@ -79,10 +79,10 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 def device_names(numbers: Sequence[int], visible: str) -> list[str]:
     """Return a name for each of this process's devices.
 
-    Different GPUs of a host should get different names. `numbers` holds each device's index among
-    the visible devices. These indices may not be unique, because device 0 may be a different device
-    in every process: `visible` (the value of a variable such as CUDA_VISIBLE_DEVICES) or a cgroup
-    may select the devices that a process sees.
+    Different GPUs of a host should get different names. `visible` is the value of a variable such
+    as CUDA_VISIBLE_DEVICES, or "". `numbers` holds each device's index among the visible devices.
+    Processes may use the same index for different devices, because `visible` or a cgroup may select
+    the devices that a process sees.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
     files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end_leftovers(job: str) -> None:
-    """Kill the processes on this host that are left from the last attempt of the job named `job`.
+    """Kill the processes on this host that remain from the last attempt of the job `job`.
 
     Raises `UsageError` if one of them is still running after `ANSWER` seconds.
     """

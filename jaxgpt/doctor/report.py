@@ -89,9 +89,9 @@ def _check_collectives(cluster: ProcessGroup, mesh: Mesh, report: "Report") -> N
 class Report:
     """The results of all checks so far. Process 0 prints the results.
 
-    If the monitor detects a hang (for example, a process that is stuck in a collective), process 0
-    adds its current activity to the end of the report, unless process 0 itself has been stopped.
-    The monitor then terminates the job.
+    A process may hang, for example in a collective. If the monitor detects a hang, process 0 adds
+    its current activity to the end of the report, unless process 0 itself has been stopped. The
+    monitor then terminates the job.
     """
 
     def __init__(self, cluster: ProcessGroup, job: dict[str, Any], as_json: bool):

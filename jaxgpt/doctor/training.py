@@ -26,7 +26,7 @@ MODEL = (
 
 
 def train_ten_steps(cluster: ProcessGroup) -> tuple[list[float], list[str]]:
-    """Train a small model for ten steps on the same batch: two rows of this file per device.
+    """Train a small model for ten steps on one batch of this file's text, two rows per device.
 
     Returns the loss of each step in nats, and the distinct SHA-256 hashes of the final parameters
     on this process's devices. Every process must call this.
@@ -75,7 +75,7 @@ def judge(found: Sequence[tuple[list[float], list[str]]], n_devices: int) -> Che
     parameters. If any of these conditions is not met, the check is FAIL.
     """
     losses, hashes = found[0]
-    # The loss of a uniform guess among 256 bytes. Training should start near this loss.
+    # The loss of a uniform guess among 256 byte values. Training should start near this loss.
     unlearned = math.log(VOCABULARY)
     right = abs(losses[0] - unlearned) < 0.5 and losses[-1] < losses[0] - 0.5
     differing = [rank for rank, other in enumerate(found) if list(other) != [losses, hashes]]

@@ -151,7 +151,7 @@ def input_folder(
 
     with host_folder("input", tokenize, cluster) as folder:
         yield [*settings, f"data.path={folder}"]
-        cluster.barrier()  # other processes of this host may still read the files
+        cluster.barrier()  # other processes of this host may still be reading
 
 
 def evaluate(
@@ -185,7 +185,7 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 
     The top level has the loss of the whole split in nats per token, its perplexity, its bits per
     byte, and the numbers of tokens and bytes. `corpora` maps each corpus name to the same five
-    values. See `Loss` for when a value is None, NaN or infinite.
+    values. `Loss` explains when a value is None, NaN or infinite.
     """
 
     def figures(loss: Loss) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class JaxGPT(TemplateLM):
         Args:
             run: path that `run_folder` accepts.
             step: checkpoint to load; default the newest.
-            mesh: mesh to run the model on, as in parallel.mesh or as a list of sizes.
+            mesh: mesh to run the model on, in the format of parallel.mesh or as a list of sizes.
             dtype: compute dtype, float32 or bfloat16; default the run's.
             max_length: context length in tokens, at most the model's; default the model's.
             batch_size: number of rows to score at once, as in `Model`; `auto` means 16.

@@ -58,10 +58,10 @@ class Trained:
 
 @contextlib.contextmanager
 def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield the run directory `where`, or a temporary run directory for a transformers model.
+    """Yield the run directory `where`, or a temporary run directory for a Transformers model.
 
-    A transformers model is given as hf:FOLDER, or as a folder with a config.json and no
-    checkpoints. The first process of each host converts the model. All processes must call this.
+    A Hugging Face Transformers model is given as hf:FOLDER, or as a folder with a config.json and
+    no checkpoints. The first process of each host converts the model. All processes must call this.
     Raises `UsageError` if the path is invalid, or if the folder does not exist or cannot be
     converted. Raises `OSError` if the folder cannot be accessed or no temporary folder can be
     created.
@@ -148,7 +148,7 @@ def find_trained(
     if block_size is not None and block_size > longest:
         raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
     mesh_shape(config.replace(model__block_size=block_size or longest))
-    # A table of learned positions must keep its size.
+    # The table of learned position embeddings must keep its size.
     if block_size is not None and config.model.position == "rope":
         config = config.replace(model__block_size=block_size)
     data: Literal["own", "given", "none"]
@@ -241,7 +241,7 @@ class Model:
 
     @property
     def params(self) -> "Params":
-        """The parameters; for a trainer's model, a copy.
+        """The parameters, or a copy of them if a trainer owns the model.
 
         Raises `UsageError` if a failed training step has deleted the parameters.
         """
@@ -250,8 +250,8 @@ class Model:
     def update(self, params: "Params", step: int) -> None:
         """Replace the parameters, and set the step that produced them.
 
-        `params` must have the same structure, shapes, dtypes and shardings as the parameters that
-        they replace. This is not checked. If the model has a lock, the caller must hold it.
+        `params` must have the same structure, shapes, dtypes and shardings as the current
+        parameters. This is not checked. If the model has a lock, the caller must hold it.
         """
         self._params, self.trained = params, replace(self.trained, step=step)
 
@@ -397,7 +397,7 @@ class Model:
         return given
 
     def _compile_scorer(self, length: int, with_likeliest: bool) -> Callable[..., Any]:
-        """Return `eval_tokens`, compiled for rows of one length.
+        """Return a compiled function that scores rows of one length with `eval_tokens`.
 
         The first call for a length waits until all processes have compiled the function.
         """
@@ -547,7 +547,7 @@ class Model:
         seeds: Sequence[int],
         at_once: int,
     ) -> Iterator[np.ndarray]:
-        """Yield generated tokens that continue B prompts: int32 (B, N), N at most `at_once`.
+        """Yield generated tokens that continue B prompts: int32 (B, N), where N <= `at_once`.
 
         Each prompt gets `n_tokens` tokens in total, unless the caller stops iterating earlier. For
         the arguments, see `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
@@ -577,7 +577,7 @@ class Model:
             yield np.take_along_axis(np.asarray(text.tokens_S), columns_BN, axis=1)
 
     def _generator(self, n_texts: int, n_tokens: int, sampling: Sampling) -> Any:
-        """Return the jitted functions of `make_generator` for a batch of texts."""
+        """Return the functions from `make_generator`, jitted for a batch of texts."""
         import jax
 
         from jaxgpt.train.generate import Text, make_generator
@@ -606,9 +606,10 @@ def copied(arrays: Any) -> Any:
 
 
 def check_exists(params: "Params", advice: str) -> None:
-    """Raise `UsageError` if parameters have been deleted, because using them may crash JAX.
+    """Raise `UsageError` if parameters have been deleted.
 
-    The message ends with "because a training step", followed by `advice`.
+    Using deleted parameters may crash JAX. The message ends with "because a training step",
+    followed by `advice`.
     """
     import jax
 

@@ -80,7 +80,10 @@ class Windows:
         return range(first, min(first + self.block_size + 1, self.n_tokens))
 
     def predicted(self, row: int) -> slice:
-        """Return the slice of a row's predictions that count. Prediction i is for token i + 1."""
+        """Return a slice that selects the predictions of a row that count toward the loss.
+
+        Prediction i is for token i + 1.
+        """
         return slice(self.block_size - self.stride if row else 0, len(self.tokens(row)) - 1)
 
 
@@ -102,7 +105,7 @@ class Split:
 
     @property
     def corpora(self) -> list[str]:
-        """The name of the corpus of each sequence in `texts`."""
+        """The corpus name of each sequence in `texts`."""
         return [s.entry.corpus for s in self.dataset.sources for _ in s.tokens]
 
     def count_bytes(self) -> list[int | None]:
@@ -245,11 +248,11 @@ def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
 
 
 def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict[str, Loss]:
-    """Return the total loss of each corpus, by name, summed in float64 on the host.
+    """Return a dict that maps each corpus name to its total loss.
 
-    The order of summation does not depend on the batch size or the mesh. `n_bytes` is the result of
-    `Split.count_bytes`. All processes must call this. Raises `UsageError` if a file cannot be read
-    or a loss mask is invalid.
+    Losses are summed in float64 on the host. The order of summation does not depend on the batch
+    size or the mesh. `n_bytes` is the result of `Split.count_bytes`. All processes must call this.
+    Raises `UsageError` if a file cannot be read or a loss mask is invalid.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

@@ -14,8 +14,9 @@ class Written(NamedTuple):
 def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> Written:
     """Return the text that later tokens will not change, and whether it is complete.
 
-    Unless `is_last`, this leaves out a suffix that may be the beginning of a stop string. It also
-    leaves out any U+FFFD at the end, which stands for the bytes of an incomplete character.
+    Unless `is_last` is set, a suffix that may be the beginning of a stop string is left out.
+    Trailing U+FFFD characters, which stand for bytes of an incomplete character, are also
+    left out.
 
     Args:
         prompt: the prompt.

@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
-    """Scale x by the largest power of two that avoids overflow, and round it to an FP8 dtype.
+    """Scale x by the largest power of two that avoids overflow, and round the result to FP8.
 
     x is float32 or bfloat16. Scaling by a power of two adds no rounding error, unless elements
     become subnormal or 0. In E4M3, this affects only elements below 1/14,000 of max(largest

@@ -18,7 +18,7 @@ def matmul(x: jax.Array, w: jax.Array, n: int) -> jax.Array:
     the same dtype, which is also the dtype of the result. Only reverse-mode differentiation is
     supported.
 
-    The gradient of W is a single matmul, whose result has its dims in W's order. JAX's gradient of
+    A single matmul computes the gradient of W, with the dims in W's order. JAX's own gradient of
     `jnp.tensordot` is transposed, so XLA's CPU compiler has to transpose activations.
     """
     return _forward(x, w, n)[0]
@@ -45,12 +45,12 @@ matmul.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_parts(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, ...]:
-    """Return the slices of `matmul(x, w, n)` along the first output dim, as separate arrays.
+    """Return the slices of `matmul(x, w, n)` along dim n of W, as separate arrays.
 
-    There are w.shape[n] slices, each without that dim. A separate matmul computes each slice.
-    cuDNN attention needs q, k and v in contiguous arrays. Copying q, k and v out of a single result
-    would move 2% more bytes in a step of `gpt2` on an H100. The gradient is computed as in
-    `matmul`, because separate matmuls would not save copies in the backward pass.
+    There are w.shape[n] slices, each without this dim. A separate matmul computes each slice. cuDNN
+    attention needs q, k and v in contiguous arrays. Copying q, k and v out of a single result would
+    move 2% more bytes in a step of `gpt2` on an H100. The gradient is computed as in `matmul`,
+    because separate matmuls would not save copies in the backward pass.
     """
     return _parts_forward(x, w, n)[0]
 

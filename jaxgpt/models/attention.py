@@ -76,8 +76,8 @@ class Kernel(NamedTuple):
     obstacle: Callable[[AttentionSetting], str | None]  # why the kernel cannot run; None if it can
     make: Callable[[AttentionSetting], Attention]
     reason: str  # the kernel's advantage, for the log line
-    min_T: int = 0  # `auto` skips the kernel below this size, except on GPUs with a document mask
-    max_masked_T: float = math.inf  # with a document mask, `auto` skips the kernel above this size
+    min_T: int = 0  # `auto` skips it below this block size, except on GPUs with a document mask
+    max_masked_T: float = math.inf  # with a document mask, `auto` skips it above this block size
     stores_scores: bool = False  # whether the kernel keeps T x T scores in memory
     stand_in: Callable[[], Attention] | None = None
     """Make a kernel that needs about as much memory and that `jaxgpt.plan` can compile on a CPU.
@@ -88,7 +88,7 @@ class Kernel(NamedTuple):
 def _cudnn_obstacle(setting: AttentionSetting) -> str | None:
     """Return the reason why the cuDNN kernel cannot run, or None if it can."""
     config, K = setting.config, setting.config.head_size
-    largest = 256 if setting.capability >= 9 else 128  # head size: Hopper supports larger heads
+    largest = 256 if setting.capability >= 9 else 128  # maximum; Hopper supports larger heads
     if setting.platform != "gpu" or setting.capability < 8:
         return "cuDNN attention needs an NVIDIA GPU, A100 or newer"
     if setting.dtype not in ("bfloat16", "float16"):
@@ -204,8 +204,8 @@ def stores_scores(config: ModelConfig) -> bool:
 def fallback_warnings(setting: AttentionSetting, kernel: str, reason: str) -> list[str]:
     """Return a warning if `auto` chooses a slower kernel on a GPU that supports cuDNN attention.
 
-    The kernels after `cudnn` in `KERNELS` are slower. `kernel` and `reason` are the results of
-    `choose_attention`.
+    The kernels after `cudnn` in `KERNELS` are slower. `choose_attention` returns `kernel` and
+    `reason`.
 
     Returns:
         A list with the warning, or an empty list.
@@ -366,8 +366,8 @@ def _distinct_scales(head_size: int) -> Iterator[float]:
 
     This holds for the first 20,000 floats and for every head size that cuDNN supports.
 
-    If calls to the deterministic kernel are identical, for example in different layers, XLA handles
-    only one of them (github.com/openxla/xla/pull/46500). Different scales make the calls distinct.
+    XLA handles only one of several identical calls to the deterministic kernel, such as those in
+    different layers (github.com/openxla/xla/pull/46500). Different scales make the calls distinct.
     """
     return (head_size**-0.5 * (1 + n * 2**-40) for n in itertools.count())
 

@@ -46,8 +46,8 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
     Args:
         dtype: dtype of the keys and values.
         scan_layers: whether the layers are scanned; see `LayerCache`.
-        tensor: number of devices that share the heads. If the number of key-value heads is not
-            divisible by `tensor`, the cache stores one key-value head per query head.
+        tensor: number of devices that the heads are split over. If the number of key-value heads is
+            not divisible by `tensor`, the cache stores one key-value head per query head.
     """
     G = config.kv_heads if config.kv_heads % tensor == 0 else config.n_head
     pattern, layers = layer_pattern(config), []
@@ -139,7 +139,7 @@ def _write_slots(x_S: jax.Array, new_T: jax.Array, position: Any, layer: Any = N
 def _slot_positions(S: int, n_read: Any) -> jax.Array:
     """Return the position stored in each slot after `n_read` tokens: int32 (S,).
 
-    For an empty slot, this is the largest int32, which no query attends to.
+    Empty slots get the largest int32, a position that no query attends to.
     """
     newest = n_read - 1
     positions_S = newest - (newest - jnp.arange(S)) % S
@@ -162,8 +162,8 @@ def decode_step(
             block with padding, some tokens may be missing from the cache.
 
     Returns:
-        float32 logits_1V for the token that follows the last token, and the cache with the new
-        tokens. V is the padded vocabulary, or this device's shard of it.
+        float32 logits_1V for the token that follows the one at index `last`, and the cache with the
+        new tokens. V is the padded vocabulary size, or the size of this device's shard.
     """
     positions_T = jnp.asarray(position, jnp.int32) + jnp.arange(tokens_1T.shape[1])
     at, batch = TokenPositions(positions_T), input_batch(tokens_1T)
@@ -192,7 +192,7 @@ def decode_step(
 def _read_documents(
     cache: Cache, is_end_T: jax.Array, positions_T: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """Find the document that each new token belongs to, and store it in the cache.
+    """Find where the document of each new token begins, and store these positions in the cache.
 
     Args:
         is_end_T: bool (T,): whether each new token ends a document.

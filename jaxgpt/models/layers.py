@@ -308,7 +308,7 @@ def embedding(
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Return the row count of a vocabulary table: `vocab_size` rounded up to a multiple of 128."""
+    """Return the padded vocabulary size: `vocab_size` rounded up to a multiple of 128."""
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 

@@ -15,7 +15,7 @@ class LossParts(NamedTuple):
     """Sums over the tokens of a batch or of one device's shard of a batch."""
 
     loss: jax.Array  # weighted cross-entropy in nats: float32 scalar
-    rows: dict[str, jax.Array]  # float32 (B,): `loss` of each row in nats, other row metrics
+    rows: dict[str, jax.Array]  # float32 (B,): each row's `loss` in nats, and other metrics
     aux: dict[str, jax.Array]  # auxiliary losses of the blocks; see `mlp.AuxLosses`
 
 
@@ -69,8 +69,9 @@ def cross_entropy(
 ) -> jax.Array:
     """Return -log softmax(logits)[target] in nats, float32 (B, T).
 
-    Devices that share the vocabulary communicate only three arrays of shape (B, T): the maximum of
-    the logits, the sum of their exponentials, and the target's logit (arXiv 1909.08053, section 3).
+    Devices with different vocabulary shards communicate only three arrays of shape (B, T): the
+    maximum of the logits, the sum of their exponentials, and the target's logit (arXiv 1909.08053,
+    section 3).
 
     Args:
         logits_BTV: the float32 logits of this device's vocabulary shard.
@@ -120,7 +121,7 @@ def loss_parts(
     output: OutputLayer,
     chunk: int,
 ) -> LossParts:
-    """Return the weighted cross-entropy, summed over all targets and over each row's targets.
+    """Return sums of the weighted cross-entropy: one over all targets, and one for each row.
 
     To add metrics computed from the logits, extend this function (see train/README.md).
 

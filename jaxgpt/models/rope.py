@@ -40,7 +40,7 @@ def make_rotation(
 
 
 def rope_frequencies(head_size: int, theta: float, scaling: tuple[float, ...] = ()) -> np.ndarray:
-    """Return the rotation angle per position of each of the K/2 pairs, in radians: float32 (K/2,).
+    """Return each pair's rotation angle per position, in radians: float32 (K/2,).
 
     Args:
         head_size: K, an even number.

@@ -103,7 +103,7 @@ class GPT(nnx.Module):
             parallel: how the model is split over devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
             remat: value of parallel.remat.
-            end_of_text: ID of the token that ends a document; attention then stays within
+            end_of_text: ID of the token that ends a document. If set, attention stays within
                 documents. If None, each row is one document, so all rows have the same positions.
             loss_chunk: value of train.loss_chunk, a number of tokens.
             keeps_tables: gather the token embedding once, and reuse it in a tied output layer. This
@@ -274,7 +274,7 @@ class GPT(nnx.Module):
         return OutputLayer(w_VD, vocab_offset, self.config, self.parallel)
 
     def vocab_shard(self, table: nnx.Embed) -> tuple[jax.Array, Any]:
-        """Return this device's rows of a vocabulary table, and the token ID of the first row.
+        """Return this device's rows of an embedding table, and the token ID of the first row.
 
         The rows are an array (V, D) in the compute dtype.
         """

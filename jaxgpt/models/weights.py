@@ -28,7 +28,7 @@ class Weight:
     axes: LogicalAxes  # logical axis of each dim; `layers` is first if the weight is in the layers
     role: str  # matrix, bias, scale, token_embedding, position_embedding or output_embedding
     n_inputs: int = 0  # number of dims that a matmul or a lookup contracts; 0 for a vector
-    n_padding: int = 0  # number of zero rows at the end of a vocabulary table
+    n_padding: int = 0  # number of zero rows that pad the vocabulary
 
     @property
     def size(self) -> int:
@@ -131,7 +131,7 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     the term for the attention scores, is 5 H T if the scores are stored, and 0 if they are not.
 
     Args:
-        model: with vocab_size set.
+        model: model options, with vocab_size set.
         with_logits: include the logits and their gradient, 8 T V bytes.
 
     Raises:

@@ -21,7 +21,7 @@ MIN_FACTORED = 128  # matrices with fewer rows or columns are not factored
 
 
 class AdafactorState(NamedTuple):
-    """Moving averages of squared gradients. Averaged dimensions have size 1."""
+    """Moving averages of squared gradients. Dimensions reduced by a mean have size 1."""
 
     count: jax.Array  # number of updates, an int32 scalar
     rows: Params  # means over the outputs, for factored matrices
@@ -108,10 +108,10 @@ def _divide_factored(
 
 
 def _clip_and_scale(weight: Weight, direction: jax.Array, param: jax.Array) -> jax.Array:
-    """Clip the RMS of each matrix's direction, then multiply the direction by the parameters' RMS.
+    """Clip the RMS of each matrix's direction, then multiply the direction by the matrix's RMS.
 
-    If the parameters' RMS is less than `MIN_SCALE`, multiply by `MIN_SCALE` instead. Vectors
-    are handled like matrices.
+    If the matrix's RMS is less than `MIN_SCALE`, multiply by `MIN_SCALE` instead. Vectors are
+    handled like matrices.
     """
     _, inputs, outputs = weight.matrix_dims
     real = weight.shape[0] / (weight.shape[0] - weight.n_padding)  # to exclude padding from means

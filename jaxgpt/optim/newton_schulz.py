@@ -98,7 +98,7 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
-    """Move the singular values of matrices (N, R, C) close to 1. R must not exceed C.
+    """Bring the singular values of N matrices (N, R, C) close to 1. R must not exceed C.
 
     Singular values above 0.2% of (Frobenius norm + 1e-7) end up between 0.68 and 1.21, up to
     rounding. A zero matrix stays zero. If the square of the norm overflows float32, the result is

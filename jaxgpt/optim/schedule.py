@@ -25,7 +25,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
 
 
 # For a step after the warm-up, each schedule returns a number between 1 (peak learning rate) and 0
-# (floor). This number is computed from the steps left, because 1 + cos(pi x) and 1 - sqrt(x)
+# (floor). This number is computed from the remaining steps, because 1 + cos(pi x) and 1 - sqrt(x)
 # suffer from cancellation near x = 1.
 
 

@@ -9,9 +9,9 @@ from jaxgpt.optim.parameters import Parameters
 def sgd(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTransformation:
     """Return SGD with decoupled weight decay; the caller applies the learning rate.
 
-    The direction is m <- momentum * m + g, plus the weight decay. If the momentum is 0, the
-    optimizer has no state. Without weight decay, the updates equal those of torch.optim.SGD with
-    nesterov=False.
+    The momentum buffer is updated by m <- momentum * m + g, and the direction is m plus the weight
+    decay. If the momentum is 0, the optimizer has no state. Without weight decay, the updates equal
+    those of torch.optim.SGD with nesterov=False.
     """
     return optax.chain(
         optax.trace(config.momentum) if config.momentum else optax.identity(),

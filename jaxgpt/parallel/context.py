@@ -33,7 +33,7 @@ from jaxgpt.parallel.tensor import ParallelContext
 # and the positions of whole rows (from `gather_positions`).
 Attention = Callable[..., jax.Array]
 
-# With this many tokens per device, computing one block on an H100 (2e14 FLOP/s) takes as long as
+# With this many tokens per device, attending to one block on an H100 (2e14 FLOP/s) takes as long as
 # sending the next block to another host (50 GB/s). This assumes as many key-value heads as query
 # heads.
 RING_TOKENS = 8192
@@ -145,8 +145,8 @@ def ulysses_attention(
     """Apply `attend` to whole rows, for this device's share of the heads.
 
     The number of devices must divide H. Key-value heads are repeated if the number of devices does
-    not divide G. If there are then as many key-value heads as query heads, this takes two
-    all-to-alls, otherwise three.
+    not divide G. This takes two all-to-alls if there are then as many key-value heads as query
+    heads, and three otherwise.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
@@ -182,7 +182,7 @@ def _all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
 def zigzag_schedule(context: ParallelContext, schedule: Schedule) -> Schedule:
     """Return a schedule that moves the batch to the zigzag layout and then runs `schedule`.
 
-    Its `run_all_blocks` returns hidden states in the original layout.
+    The `run_all_blocks` of the returned schedule returns hidden states in the original layout.
     """
     axes = context.sequence_axes
 
@@ -226,7 +226,7 @@ def from_zigzag(x_BT: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _zigzag_moves(n: int) -> list[list[tuple[int, int]]]:
-    """Return the (source, destination) devices of all even chunks, and of all odd chunks."""
+    """Return two lists of (source, destination) devices: for even chunks and for odd chunks."""
     return [[(d, min(g, 2 * n - 1 - g)) for d in range(n) for g in [2 * d + odd]] for odd in (0, 1)]
 
 

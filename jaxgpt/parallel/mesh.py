@@ -15,7 +15,7 @@ def make_mesh(
     hosts: Sequence[int] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh of the given devices, whose number must equal `shape.n_devices`.
+    """Return a mesh with the given shape. There must be exactly `shape.n_devices` devices.
 
     Devices are ordered by host, process and ID. The last axis (`tensor`) therefore stays within a
     host if possible, and the first axes (`stage` and `data`) span hosts. On one host with CPUs or
@@ -46,7 +46,7 @@ def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
         hosts: the host number of each process; see `make_mesh`.
 
     Raises:
-        UsageError: if parallel.mesh is malformed, or does not match the number of devices, the
+        UsageError: if parallel.mesh is malformed or does not match the number of devices, the
             model, the batch size or other settings.
     """
     shape = mesh_shape(config, jax.device_count())

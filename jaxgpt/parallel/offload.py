@@ -28,8 +28,9 @@ def layerwise_replace(change: Callable[..., Any], old: Any, given: Any) -> Any:
     """Compute `change(old, given)` one layer at a time.
 
     Args:
-        change: function of one layer of `old` and one layer of `given`, as arrays (1, ...) on the
-            device. It returns the new arrays (1, ...), with the tree and dtypes of `old`.
+        change: function that takes one layer of `old` and one layer of `given`, as arrays (1, ...)
+            on the device. It returns the new arrays (1, ...), with the tree structure and dtypes of
+            `old`.
         old: tree of at least one array (L, ...).
         given: tree of other arrays (L, ...), such as gradients.
 

@@ -244,8 +244,8 @@ class Pipeline:
             batches: arrays (M, B, ...).
 
         Returns:
-            The hidden states (M, B, T, D) after the network's last block, valid on the last stage.
-            The auxiliary losses (M, B), summed over this stage's layers.
+            The hidden states (M, B, T, D) after the network's last block. They are valid only on
+            the last stage. The auxiliary losses (M, B), summed over this stage's layers.
         """
         groups, S, M = self.groups, self.groups.n_stages, len(batches.rows)
         stage, period = jax.lax.axis_index(self.axes), max(M, S)
@@ -272,7 +272,7 @@ class Pipeline:
             repeat, number = (t - stage) // period, (t - stage) % period
             batch = jax.tree.map(lambda x: x[jnp.minimum(number, M - 1)], batches)
             x_BTD, aux = run(received, batch, jnp.clip(repeat, 0, groups.n_repeats - 1))
-            # The results of earlier ticks are overwritten by those of the last M ticks.
+            # The last M ticks overwrite the results of earlier ticks.
             outputs = outputs.at[jnp.maximum(t - (n_ticks - M), 0)].set(x_BTD)
             return (jax.lax.ppermute(x_BTD, self.axes, next_stage), waiting, outputs), aux
 

@@ -53,8 +53,8 @@ class Pair(NamedTuple):
     first_key: int | jax.Array
     n_keys: int
     n_before: int | None = None
-    """If not None, a query sees its own key and at most `n_before` earlier keys. The keys must then
-    belong to the queries' tokens and to the `n_before` tokens before them."""
+    """If not None, a query sees its own key and at most `n_before` earlier keys. In this
+    case, the keys must belong to the queries' tokens and to the `n_before` preceding tokens."""
 
 
 def ring_attention(
@@ -307,7 +307,7 @@ def attend_block(
         pair: the queries to update, and the keys that they may see. Each of these queries must see
             a key in this block or in an earlier block.
         found: the output out_BTGK for the earlier blocks, and the log-sum-exp lse_BTG of their
-            scores, in float32 (float64 for float64 operands). At the first block, out_BTGK
+            scores, in float32 (float64 for float64 operands). Before the first block, out_BTGK
             is 0, and lse_BTG is -inf.
     """
     queries = _with_dependent_positions(queries)
@@ -406,13 +406,13 @@ def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
     starts_N, keys_N, n_keys = jnp.arange(0, T, size), jnp.zeros(T // size, jnp.int32), S
     if pair.n_before is not None:
         R = T // (S - pair.n_before)  # queries per token
-        n_keys = min(S, pair.n_before + (size - 1) // R + 2)  # a part may split a token's queries
+        n_keys = min(S, pair.n_before + (size - 1) // R + 2)  # a token may span two parts
         keys_N = jnp.minimum(starts_N // R, S - n_keys)
     return (pair.first_query + starts_N, pair.first_key + keys_N), size, n_keys
 
 
 def _slice(of_tokens: Any, first: jax.Array, size: int) -> Any:
-    """Return `size` queries, or `size` keys and values, starting with `first`."""
+    """Return `size` queries, or `size` keys and values, starting at index `first`."""
     at = jax.tree.map(lambda x: _tokens(x, first, size, axis=-1), of_tokens.at)
     arrays = jax.tree.map(lambda x: _tokens(x, first, size), of_tokens._replace(at=None))
     return arrays._replace(at=at)
@@ -430,7 +430,7 @@ def _write(arrays: Any, parts: Any, first: jax.Array, axis: int = 1) -> Any:
 
 
 def _parts(x: jax.Array, axis: int, n: int) -> jax.Array:
-    """Split an axis into n equal parts, along a new leading axis."""
+    """Split an axis into n equal parts, stacked along a new leading axis."""
     shape = *x.shape[:axis], n, x.shape[axis] // n, *x.shape[axis + 1 :]
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 

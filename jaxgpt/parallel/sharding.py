@@ -41,11 +41,12 @@ def parameter_rules(zero_stage: int) -> Rules:
 
 
 def gradient_rules(zero_stage: int, reduces_once: bool = False, in_host: bool = False) -> Rules:
-    """Return the rules for the gradient accumulators, which sum over microbatches.
+    """Return the rules for the gradient accumulators, which sum gradients over microbatches.
 
     If `reduces_once` is False, stages 2 and 3 reduce-scatter each microbatch's gradient, so the
     accumulators are sharded over `fsdp`. Accumulators in host memory have the sharding of the
-    optimizer state (`opt_state_rules`). Other accumulators are not sharded over `fsdp`.
+    optimizer state (`opt_state_rules`). In all other cases, accumulators are not sharded over
+    `fsdp`.
 
     Args:
         reduces_once: `Config.reduces_once`.
@@ -122,7 +123,8 @@ def weight_shardings(weights: Any, rules: Rules, mesh: Mesh, memory_kind: str | 
     """Return a tree with the `NamedSharding` of every weight.
 
     Args:
-        weights: tree whose leaves have `axes` and a `shape`, such as `models.weights.Weight`.
+        weights: tree whose leaves have attributes `axes` and `shape`, such as
+            `models.weights.Weight`.
         memory_kind: JAX memory kind of the weights, such as `pinned_host`; None for device memory.
     """
 

@@ -49,7 +49,8 @@ class ParallelContext:
         Args:
             kernel: this device's part of W, as an array or a `ShardedParam`.
             n: number of dims to contract: the last n dims of x and the first n dims of W.
-            parts: return a tuple of the slices along the first output dim, as `matmul_parts` does.
+            parts: whether to return a tuple of the slices along the first output dim, as
+                `matmul_parts` does.
         """
 
         def multiply(x: jax.Array, kernel: Any) -> Any:
@@ -107,7 +108,7 @@ class ParallelContext:
         return jax.lax.psum(x, self.tensor_axes) if self.tensor > 1 else x
 
     def pmax(self, x: jax.Array) -> jax.Array:
-        """Return the elementwise maximum over `tensor`, without a gradient."""
+        """Return the elementwise maximum over `tensor`. The result has no gradient."""
         x = jax.lax.stop_gradient(x)
         return jax.lax.pmax(x, self.tensor_axes) if self.tensor > 1 else x
 
@@ -136,7 +137,7 @@ class ParallelContext:
         return jax.lax.dynamic_slice_in_dim(positions_T, self.tensor_offset(T), T, axis=-1)
 
     def local_vocab_shard(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
-        """Return this device's rows of a vocabulary table, and the token ID of the first row.
+        """Return this device's rows of an embedding table, and the token ID of the first row.
 
         If the table is replicated because `tensor` does not divide V, it is padded with zeros and
         split into equal shards.

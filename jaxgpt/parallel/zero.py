@@ -103,8 +103,8 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
     The accumulators are float32 arrays with the spec `layout.accum`. They are in host memory if
     `layout.host_terms` is not 0.
 
-    The parameters are marked as varying along the mesh axes over which their gradients are partial.
-    Otherwise, `shard_map` would sum the gradients over these axes in every backward pass.
+    The parameters are marked as varying along `layout.partial_axes`. Otherwise, `shard_map` would
+    sum the gradients over these axes in every backward pass.
 
     Args:
         params: tree of this device's shards.

@@ -27,7 +27,7 @@ ACTIVITIES = {  # in start-up order
 
 
 def process_start_time() -> float:
-    """Return the Unix time of this process's start, or the current time if that is unknown."""
+    """Return the Unix time when this process started, or the current time if that is unknown."""
     try:
         with open("/proc/self/stat") as f:
             ticks = int(f.read().rpartition(")")[2].split()[19])

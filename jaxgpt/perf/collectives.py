@@ -27,7 +27,7 @@ class Collective:
     """All collectives of one kind over the same mesh axes in one step."""
 
     kind: str
-    axes: tuple[str, ...]  # mesh axes along which the devices of a group differ
+    axes: tuple[str, ...]  # mesh axes that the devices of a group span
     count: int  # number of arrays; one operation may communicate several arrays
     bytes: int  # per device, summed over arrays: the input or the output, whichever is larger
 
@@ -39,8 +39,8 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     `compiled.as_text()`, and `mesh` maps axis names to sizes. Only the kinds in `COLLECTIVES` are
     counted. Operations in a loop are counted once per iteration. Operations within a single device
     are left out. In a conditional, only the branch with the most communication is counted. For a
-    layout change, XLA may use groups that span part of an axis. They are reported as if they
-    spanned the whole axis.
+    layout change, XLA may use groups that span part of an axis. These groups are reported as if
+    they spanned the whole axis.
 
     Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
     number of iterations of a loop with collectives is unknown.
@@ -74,7 +74,7 @@ def ring_bytes(kind: str, bytes: float, n: int) -> float:
 
 
 def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
-    """Count the arrays that a program communicates, by (kind, axes, bytes)."""
+    """Count the arrays in a program's collectives, grouped by (kind, axes, bytes)."""
     axes_and_group_size = functools.cache(functools.partial(_axes_and_group_size, mesh))
 
     @functools.cache
@@ -112,7 +112,7 @@ def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
 
 
 def _axes_and_group_size(mesh: Mapping[str, int], groups: str) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes along which the devices of a group differ, and the group size."""
+    """Return the mesh axes that the devices of a group span, and the group size."""
     ids = _device_groups(groups, math.prod(mesh.values()))
     coordinates = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # axis, group, member
     differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))

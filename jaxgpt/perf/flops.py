@@ -74,7 +74,7 @@ class StepTimer:
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """End the lap. Return its seconds per step, and the fraction of it spent waiting for data.
+        """End the lap. Return its seconds per step, and the share of time spent waiting for data.
 
         The first lap begins when the timer starts. Both values are None if the lap has no steps.
         """
@@ -101,7 +101,7 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return all rates by name for a step time of `dt` seconds.
+        """Return a dict of all rates for a step that takes `dt` seconds.
 
         The rates are None if `dt` is None. `mfu` is a fraction, or None if the peak is unknown.
         """

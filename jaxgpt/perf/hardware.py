@@ -79,11 +79,11 @@ _TABLE = (
         network_bandwidth=2 * 25e9 / 4,
         devices_per_host=4,
     ),
-    # From AMD's MI250X data sheet: 383 and 95.7 TFLOP/s and 3.2 TB/s per module, halved for one
-    # GCD. From OLCF's Frontier user guide: Infinity Fabric provides 200 GB/s to the other GCD
-    # of the module, 50 to 100 GB/s to other modules, and 36 GB/s to the CPU. A ring over all GCDs
-    # of a host uses the links between modules. A host has four Slingshot adapters of 25 GB/s for
-    # eight GCDs.
+    # From AMD's MI250X data sheet: 383 (bfloat16) and 95.7 (float32) TFLOP/s and 3.2 TB/s per
+    # module. One GCD has half of each. From OLCF's Frontier user guide: Infinity Fabric provides
+    # 200 GB/s to the other GCD of the module, 50 to 100 GB/s to other modules, and 36 GB/s to the
+    # CPU. A ring collective over all GCDs of a host uses the links between modules. A host has four
+    # Slingshot adapters of 25 GB/s for eight GCDs.
     Device(
         name="mi250x",
         match="MI250X",
@@ -95,13 +95,13 @@ _TABLE = (
         host_bandwidth=36e9,
         devices_per_host=8,
     ),
-    # From Intel's documents on Xe HPC: each Xe core performs 4096 bfloat16 and 256 float32
-    # operations per clock cycle (oneDNN uses TF32 only on request) at 1.6 GHz, and two tiles have
-    # 3.28 TB/s of memory bandwidth. From ALCF's overview of Aurora: 448 active engines correspond
-    # to 56 Xe cores per tile, two tiles have 128 GiB, all GPUs are connected to each other, and six
-    # GPUs share eight Slingshot 11 adapters of 25 GB/s. The link bandwidth was measured: 15 GB/s
-    # from one tile to a tile of another GPU (ALCF's Aurora node performance overview), times the
-    # five other GPUs. The same page reports 273 TFLOP/s for large bfloat16 matrix products.
+    # From Intel's documents on Xe HPC: at 1.6 GHz, each Xe core performs 4096 bfloat16 and 256
+    # float32 operations per clock cycle, two tiles have 3.28 TB/s of memory bandwidth, and oneDNN
+    # uses TF32 only on request. From ALCF's overview of Aurora: 448 active engines correspond to 56
+    # Xe cores per tile, two tiles have 128 GiB, all GPUs are connected to each other, and six GPUs
+    # share eight Slingshot 11 adapters of 25 GB/s. The link bandwidth was measured: 15 GB/s from
+    # one tile to a tile of another GPU (ALCF's Aurora node performance overview), times the five
+    # other GPUs. The same page reports 273 TFLOP/s for large bfloat16 matrix products.
     Device(
         name="pvc",
         match="Data Center GPU Max 1550",

@@ -34,7 +34,7 @@ _ARRAY = re.compile(r"\b(?:pred|[a-z]+?(\d+)\w*)\[([\d,<=]*)\]")
 
 
 class Instruction(NamedTuple):
-    """One instruction of an HLO text: `%name = shape opcode(operands), attributes`."""
+    """One instruction in HLO text: `%name = shape opcode(operands), attributes`."""
 
     name: str
     shape: str
@@ -148,7 +148,7 @@ class Operation(NamedTuple):
 
 
 def read_operations(program: HloProgram) -> dict[str, Operation]:
-    """Return the operations of a program by name, including the instructions inside fusions.
+    """Return a dict that maps names to operations, including the instructions inside fusions.
 
     Loops, conditionals and calls are left out, but the instructions inside them are included.
     """

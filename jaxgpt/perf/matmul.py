@@ -15,14 +15,14 @@ MATMUL_SECONDS = 0.15  # target duration of one measurement
 
 
 def matmul_size() -> int:
-    """Return a matrix size at which matmuls come close to the devices' peak speed."""
+    """Return a matrix size that lets matmuls come close to the devices' peak speed."""
     return 1024 if jax.default_backend() == "cpu" else 8192
 
 
 def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], float]:
     """Return a function that measures the job's total FLOP/s in `size` x `size` matmuls.
 
-    All devices multiply at the same time, so all processes call `matmul_rate` and the returned
+    All devices multiply at the same time, so all processes must call `matmul_rate` and the returned
     function together. CPU devices share the cores, so a single device would be faster.
     """
     n = jax.device_count()

@@ -17,7 +17,8 @@ FLOAT32 = 4  # bytes per element; parameters, gradients and moments are float32
 def memory_in_use() -> tuple[int, int] | None:
     """Return (bytes in use, peak bytes in use), or None if the platform does not report them.
 
-    On accelerators, both are the maximum over local devices. On CPUs, they are the process's RSS.
+    On accelerators, both are the maximum over local devices. On CPUs, they are the current and the
+    peak RSS of the process.
     """
     if jax.default_backend() == "cpu":
         try:
@@ -34,7 +35,7 @@ def memory_in_use() -> tuple[int, int] | None:
 
 
 def host_memory() -> int:
-    """Return how many bytes of this host's memory a job may use: a fixed share of its RAM.
+    """Return how many bytes of memory a job may use on this host: a fixed share of the RAM.
 
     Memory limits of containers and of Slurm are ignored.
     """
@@ -105,11 +106,11 @@ def score_bytes(config: Config, shape: MeshShape, on_cpu: bool) -> int:
     """Return a lower bound on the bytes of a device's attention scores.
 
     There are T x T scores per row, layer and head. The `xla` kernel stores at least half of them,
-    in two or more bytes each. With rematerialization, only one layer is counted. In a pipeline,
-    only one group of layers is counted. With pure data parallelism on CPUs, only one row is
-    counted, because rows may be processed one at a time. The bound is 0 if the model has a sliding
-    window, if ring attention may replace the kernel, or if the kernel might not store scores. No
-    size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
+    with at least two bytes per score. With rematerialization, only one layer is counted. In a
+    pipeline, only one group of layers is counted. With pure data parallelism on CPUs, only one row
+    is counted, because rows may be processed one at a time. The bound is 0 if the model has a
+    sliding window, if ring attention may replace the kernel, or if the kernel might not store
+    scores. No size in `shape` may be -1. Raises `UsageError` if model.attention is unknown.
     """
     model, remat = config.model, config.parallel.remat
     is_certain = stores_scores(model) and (on_cpu or model.attention != "auto")

@@ -56,9 +56,9 @@ class Tracing:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarize it.
 
         All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
-        `summary`, and adds `bytes` and `flops` (per step and device) to each of its `parts`. Also
-        adds `may_be_incomplete`, which is True if the step runs on GPUs and the operations take
-        less than half of the step time.
+        `summary`, with `bytes` and `flops` (per step and device) added to each of its `parts`. The
+        result also contains `may_be_incomplete`, which is True if the step runs on GPUs and the
+        operations take less than half of the step time.
 
         Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
         `ValueError` if the trace is missing, and `OSError` if a temporary folder cannot be removed.
@@ -103,7 +103,7 @@ class StepProfile:
     def before(self, step: int, state: Any) -> None:
         """Start the trace if `step` is the first step to trace.
 
-        Call this before each step that is not skipped. `state` is the input of `step`.
+        Call this before each step that is not skipped. `state` is the state before `step`.
         """
         if step not in self._todo:
             return
@@ -116,7 +116,7 @@ class StepProfile:
     def after(self, step: int, state: Any) -> None:
         """End the trace if no steps are left to trace. `state` is the state after `step`.
 
-        Call this after each step, even if it was skipped.
+        Call this after each step, including skipped steps.
         """
         if self._todo and step >= self._todo[-1]:
             self.close(state)
@@ -161,9 +161,9 @@ def _read_events(trace: Path, module: str) -> Iterator[Event]:
 def report(events: Sequence[Event], operations: Mapping[str, Operation]) -> dict[str, Any]:
     """Return the event totals of one process as a dict, for `summary`. Times are in seconds.
 
-    `operations` must contain the name of every event. The dict has the number of `devices` with
-    events, and the total `seconds` and `counts` by event name. `collectives` maps the name of each
-    collective to one list per device, which holds the seconds of each execution.
+    `operations` must contain the name of every event. In the result, `devices` is the number of
+    devices with events. `seconds` and `counts` map event names to totals. `collectives` maps the
+    name of each collective to one list per device, with the seconds that each execution took.
     """
     seconds: Counter[str] = Counter()
     collectives: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -197,7 +197,8 @@ def summary(
     and device). `parts` is a list of dicts with `category`, `source` and `seconds`. Each covers all
     operations with the same category and source line. Both lists begin with the most expensive
     entries.
-    `collective_waiting` is the time spent in collectives in excess of the fastest device's time.
+    `collective_waiting` is the time that devices spend in collectives beyond the time of the
+    fastest device.
     """
     scale = 1 / n_steps / max(1, sum(one["devices"] for one in reports))
     totals = sum((Counter(one["seconds"]) for one in reports), Counter())

@@ -29,7 +29,7 @@ class Work(NamedTuple):
         return self.times * (self.read + self.written)
 
     def least_seconds(self, bandwidth: float, peak: float) -> float:
-        """Return the minimum seconds per step, at `bandwidth` bytes/s and `peak` FLOP/s."""
+        """Return the minimum time per step in seconds, at `bandwidth` bytes/s and `peak` FLOP/s."""
         return self.times * max((self.read + self.written) / bandwidth, self.flops / peak)
 
 

@@ -36,11 +36,11 @@ def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Build the content of startup.json from all processes' reports, given in rank order.
+    """Build the content of startup.json from the reports of all processes, in rank order.
 
     Durations are in seconds, and timestamps are Unix times. `processes` is the number of processes.
-    `total` is a dict of `min`, `mean`, `max` and `slowest_rank`. `phases` maps each phase that all
-    processes report to such a dict. `slowest_phase` is the phase with the largest `max`.
+    `total` is a dict of `min`, `mean`, `max` and `slowest_rank`. `phases` contains such a dict for
+    each phase that all processes report. `slowest_phase` is the phase with the largest `max`.
     `process_start`, `first_step_done`, `compile_cache` and `job_start_to_first_step` describe
     process 0. `job_start_to_first_step` is None unless all processes know when the job started.
     """
@@ -69,7 +69,7 @@ def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def startup_line(found: dict[str, Any]) -> str:
-    """Format the content of startup.json as a log line, in seconds."""
+    """Format the content of startup.json as a log line, with times in seconds."""
     several, from_job = found["processes"] > 1, found["job_start_to_first_step"]
     text = "{min:.1f}/{mean:.1f}/{max:.1f} (rank {slowest_rank})" if several else "{mean:.1f}"
     parts = [f"{phase} {text.format(**s)}" for phase, s in found["phases"].items()]
@@ -84,9 +84,9 @@ def startup_line(found: dict[str, Any]) -> str:
 def startup_values(found: dict[str, Any]) -> dict[str, float]:
     """Return the durations in startup.json, in seconds, as a flat dict for the trackers.
 
-    Each phase and `total` have the keys NAME_min, NAME_mean, NAME_max and NAME_slowest_rank, with
-    underscores instead of spaces. The other keys are `processes` and, if known,
-    `job_start_to_first_step`.
+    For each phase and for `total`, the keys are NAME_min, NAME_mean, NAME_max and
+    NAME_slowest_rank, with underscores instead of spaces. The other keys are `processes` and, if
+    known, `job_start_to_first_step`.
     """
     record: dict[str, float] = {"processes": found["processes"]}
     for phase, spread in (found["phases"] | {"total": found["total"]}).items():

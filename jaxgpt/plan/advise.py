@@ -139,7 +139,10 @@ def _meshes(config: Config, n_devices: int, devices_per_host: int) -> Iterator[M
 
 
 def _variants(config: Config, mesh: MeshShape) -> Iterator[Config]:
-    """Yield a config for each valid schedule and number of microbatches, simplest first."""
+    """Yield a config for each valid combination of schedule and gradient accumulation settings.
+
+    Simpler configs come first.
+    """
     T, tensor = config.model.block_size, mesh.split_of("splits_heads")
     config = config.replace(
         parallel__mesh=str(mesh),

@@ -119,7 +119,7 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     matrices = layer_matrices(model)
     other_dims = sum(w.size // w.n_layers // D for w in matrices)
     # Each matmul reads its input and its output's gradient twice, and writes its output and its
-    # input's gradient once. One of the two dims is D, which `tensor` does not split.
+    # input's gradient once. One of the matrix's two dims is D, which `tensor` does not split.
     matmuls = 3 * (D * len(matrices) + other_dims // tensor)
     # Two pairs of a norm and a residual addition: 5 accesses per pair in the forward pass, and 7 in
     # the backward pass.

@@ -37,10 +37,11 @@ LATENCY = {"start": 8.4e-6, "link": 3.4e-6, "network": 9.6e-6}
 _EXPOSED_AXES = axes_with("splits_heads", "splits_sequence", "splits_layers")
 ASSUMPTIONS = (
     f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
-    "reading and writing activations and weights adds to the time of matmuls, at "
-    f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth",
+    "the time to read and write activations and weights at "
+    f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth adds to the time of matmuls",
     "collectives use a ring at the peak rate of its slowest link, and each hop takes "
-    f"{LATENCY['link'] * 1e6:.1f} us in a host and {LATENCY['network'] * 1e6:.1f} us between hosts",
+    f"{LATENCY['link'] * 1e6:.1f} us within a host and "
+    f"{LATENCY['network'] * 1e6:.1f} us between hosts",
     f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation, "
     "except in a pipeline",
     "the transfers of ring attention overlap with its matmuls, and other communication does not "

@@ -42,7 +42,7 @@ class Memory:
     moments: int
     activations_and_temporaries: int = 0  # everything else at the peak, including the batch
     in_host: int = 0  # the part of parameters, gradients and moments in host memory
-    host_at_once: int = 0  # maximum part of in_host that is on the device at once
+    host_at_once: int = 0  # largest part of in_host that is on the device at once
 
     @property
     def total(self) -> int:

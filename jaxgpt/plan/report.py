@@ -140,7 +140,7 @@ def _time(plan: Plan) -> str:
 
 
 def advice_report(advice: Advice, given: Config) -> str:
-    """Return a table of the best layouts, the warnings, and the options of the first layout.
+    """Return text with a table of the best layouts, the warnings, and the first layout's options.
 
     `advice` comes from `search_layouts`, and must contain at least one layout. `given` holds the
     command-line settings. Options that `given` already contains are left out, except --mesh.

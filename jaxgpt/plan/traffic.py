@@ -16,7 +16,7 @@ from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.weights import Weight, layer_matrices, weights
 from jaxgpt.parallel.context import choose_implementation
 from jaxgpt.parallel.pipeline import LayerGroups
-from jaxgpt.parallel.sharding import fully_sharded_rules, partition_spec
+from jaxgpt.parallel.sharding import fully_sharded_rules, has_partial_gradient, partition_spec
 from jaxgpt.perf.collectives import Collective
 from jaxgpt.perf.memory import FLOAT32
 
@@ -41,7 +41,7 @@ class Parameter:
     size: int
     axes: frozenset[str]  # mesh axes that shard the array if the ZeRO stage shards parameters
     is_gathered_in_dtype: bool  # ZeRO-3 gathers it in the compute dtype, not in float32
-    is_vocabulary: bool
+    has_partial_gradient: bool  # see `sharding.has_partial_gradient`
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def local_parameters(
             size=weight.size // parts,
             axes=axes,
             is_gathered_in_dtype=weight.gather_dtype is None,
-            is_vocabulary="vocab" in weight.axes,
+            has_partial_gradient=has_partial_gradient(weight.axes, spec),
         )
 
     return tuple(describe(weight) for weight in jax.tree.leaves(weights(model)))
@@ -112,8 +112,8 @@ def expected_traffic(
 ) -> tuple[Traffic, ...]:
     """Return the communication of one step, with bytes per device as in `Collective`.
 
-    The formulas leave out some small arrays, such as positions, and the communication in Muon and
-    Adafactor updates. `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for
+    The formulas leave out the communication in Muon and Adafactor updates, and some small arrays,
+    such as positions. `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for
     `devices_per_host`. Raises `UsageError` under the same conditions as `weights`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
@@ -169,8 +169,8 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
 
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
     the shards over the other axes. The gradient of a weight that `tensor` does not split is also
-    all-reduced over `tensor` if the weight is a vocabulary table or if sequence parallelism is
-    used. Pipeline stages all-reduce the gradients of weights that are not part of a layer.
+    all-reduced over `tensor` if sequence parallelism is used or each rank's gradient is partial.
+    Pipeline stages all-reduce the gradients of weights that are not part of a layer.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
     width = BYTES[parallel.grad_reduce_dtype]
@@ -185,7 +185,7 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
             out.append(Traffic("reduce-scatter", fsdp, count, times * p.size * width, "gradients"))
             rest //= mesh.split_of("shards_parameters")
             axes.difference_update(fsdp)
-        is_partial = parallel.sequence_parallel or p.is_vocabulary
+        is_partial = parallel.sequence_parallel or p.has_partial_gradient
         if mesh.split_of("splits_heads") > 1 and not p.axes.intersection(tensor) and is_partial:
             axes.update(tensor)
         if mesh.split_of("splits_layers") > 1 and not p.layers:
@@ -292,7 +292,7 @@ def _context_parallelism(
             Traffic("collective-permute", axes, moves, moves * kv, "keys and values"),
             Traffic("collective-permute", axes, back, back * d_kv, "their gradients"),
         ]
-    G *= n // math.gcd(G, n)  # key-value heads are replicated until n divides their number
+    G *= n // math.gcd(G, n)  # key-value heads are repeated until n divides the number of heads
     count = 2 if G == H else 3
     runs = forward + work.layers
     size = runs * per_head * width * (2 * H + 2 * G)

@@ -23,7 +23,7 @@ from jaxgpt.tracking.text_plot import plot_text
 from jaxgpt.train.reporting.goodput import goodput_records, goodput_table
 from jaxgpt.train.reporting.stragglers import straggler_line
 
-PIPE_WIDTH = 200  # width of a table in columns if the output is not a terminal
+PIPE_WIDTH = 200  # table width in characters if the output is not a terminal
 TABLES = {"--csv": "write the rows to this CSV file", "--json": "write the rows to this JSON file"}
 KINDS: dict[str, tuple[str, dict[str, str]]] = {  # description and file options
     "page": ("curves, events, samples and settings; the default", {
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
         argv = sys.argv[1:] if argv is None else argv
         if not argv:
             raise UsageError(
-                "RUN: is missing; give a run directory, or see --help for tables of runs"
+                "RUN: is missing; give a run directory, or see --help for the other commands"
             )
         is_page = argv[0] not in (*KINDS, "-h", "--help")
         options = (word.partition("=")[0] for word in argv)
@@ -152,7 +152,7 @@ def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table with a row for each run or each start, and write the requested files.
 
     Raises `UsageError` if --sort names an unknown column, if a file cannot be written, or if --png
-    is given without matplotlib. Raises `OSError` if a starts.jsonl cannot be read.
+    is given but matplotlib is missing. Raises `OSError` if a starts.jsonl cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":

@@ -20,10 +20,10 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Convert errors that occur while a file is being written to `UsageError`.
+    """Raise `UsageError` in place of errors that occur while a file is being written.
 
-    This applies to `OSError`, `ValueError` and `RuntimeError`. Matplotlib raises `RuntimeError`,
-    for example, if LaTeX is missing. The message names `option`, such as `--csv`.
+    This applies to `OSError`, `ValueError` and `RuntimeError`. Matplotlib raises `RuntimeError` if,
+    for example, LaTeX is missing. The message names `option`, such as `--csv`.
     """
     try:
         yield

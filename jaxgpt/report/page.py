@@ -49,7 +49,7 @@ y-axis: <label><input type="radio" name="y" id="linear" checked> linear</label>
 
 
 class Plots:
-    """The Bokeh figures of a page. Raises `UsageError` if Bokeh is not installed."""
+    """The Bokeh figures on a page. Raises `UsageError` if Bokeh is not installed."""
 
     def __init__(self, runs: Sequence[RunFiles], limit: int = MAX_POINTS):
         """Plot the runs, with at most `limit` points per curve. `limit` must be at least 2."""

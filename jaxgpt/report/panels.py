@@ -10,7 +10,7 @@ from jaxgpt.train.reporting.events import events
 
 MAX_POINTS = 3000  # per curve
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#5d3fd3")
-MARKS = {  # kind -> color, marker in Bokeh and in matplotlib, meaning
+MARKS = {  # kind -> color, Bokeh marker, matplotlib marker, meaning
     "spike": ("#d62728", "triangle", "^", "spike"),
     "rewind": ("#9467bd", "inverted_triangle", "v", "rewind"),
     "skip": ("#7f7f7f", "dash", "_", "skipped steps"),
@@ -46,7 +46,7 @@ PANELS = (
 )  # fmt: skip
 
 
-class Series(NamedTuple):  # a curve in a panel, or the marks for its events
+class Series(NamedTuple):  # a curve in a panel, or the marks for a run's events
     style: str  # raw, smooth, line, points, dropped or marks
     label: str
     # int32 `steps`, float32 `tokens` and `y`; marks also have `kind`, `text`, `color`, `marker`,

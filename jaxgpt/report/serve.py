@@ -15,8 +15,8 @@ HOST, PERIOD, MAX_POINTS, MAX_RUNS = "127.0.0.1", 2000, 1000, 8  # PERIOD: ms be
 def serve(paths: Sequence[Path], port: int) -> None:
     """Serve the `MAX_RUNS` most recently active runs at /, and each run at /NAME.
 
-    Blocks until interrupted. New runs appear only at /, after the page is reloaded. The files
-    in run directories are not served. Call this in the main thread.
+    Blocks until interrupted. New runs appear only at /, and only after the page is reloaded. The
+    files in run directories are not served. Call this in the main thread.
 
     Raises `UsageError` if a path has no run, if a metrics.jsonl cannot be read, if Bokeh is not
     installed, or if the port cannot be opened.

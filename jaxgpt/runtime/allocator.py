@@ -26,8 +26,8 @@ def keep_freed_memory() -> list[str]:
 
     If glibc accepts `MALLOC_OPTIONS`, malloc keeps freed blocks smaller than `KEPT_BYTES`. The heap
     uses huge pages if possible. Returns a list with a log line if the user has configured malloc,
-    otherwise an empty list. If the C library is not glibc, this does nothing. Call this before XLA
-    starts its threads.
+    and an empty list otherwise. If the C library is not glibc, this does nothing. Call this before
+    XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (

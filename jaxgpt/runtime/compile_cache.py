@@ -18,10 +18,10 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     """Set up JAX's persistent compilation cache in `directory`. Return a log line.
 
     All processes must call this after JAX has started. The cache is disabled if `directory` is
-    empty, `off`, `none` or `null`, in upper or lower case. Otherwise, JAX_COMPILATION_CACHE_DIR
-    overrides `directory`. The cache is stored in a subfolder for the processor type. If the
-    subfolder does not exist, this function creates it. If the cache cannot be used, JAX compiles
-    without it, and the log line gives the reason.
+    empty or one of `off`, `none` and `null` (case-insensitive). Otherwise,
+    JAX_COMPILATION_CACHE_DIR overrides `directory`. The cache is stored in a subfolder for the
+    processor type. If the subfolder does not exist, this function creates it. If the cache cannot
+    be used, JAX compiles without it, and the log line gives the reason.
 
     A multi-process CPU job locks the subfolder until `cluster` closes. A job that has the lock and
     runs on one host compiles only on process 0. A job that cannot get the lock, for example because
@@ -30,7 +30,7 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     import jax
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-    reset_cache()  # JAX would keep using the folder of an earlier call
+    reset_cache()  # otherwise, JAX would keep using the folder from an earlier call
     jax.config.update("jax_compilation_cache_dir", None)
     if directory.lower() in (OFF, "none", "null", ""):
         return "compile cache: off"

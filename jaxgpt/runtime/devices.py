@@ -43,7 +43,7 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     if known % cluster.size:
         raise UsageError(
             f"parallel.mesh={shape}: its {known} devices cannot be divided evenly among "
-            f"{cluster.size} processes; the number of processes must divide the mesh's product"
+            f"{cluster.size} processes; the number of processes must divide the number of devices"
         )
     return known // cluster.size
 
@@ -96,10 +96,11 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     """Estimate the number of devices that the mesh will have once JAX starts.
 
-    This is the product of the axis sizes, even if the job has a different number of devices. If the
-    mesh contains -1, this is the total number of devices of all processes. In this case, a CPU job
-    raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or the mesh is too large. A single visible
-    accelerator counts as one device, even if JAX splits it. All processes must call this.
+    The estimate is the product of the axis sizes, even if the job has a different number of
+    devices. If the mesh contains -1, the estimate is the total number of devices of all processes.
+    In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or if the mesh is
+    too large. A single visible accelerator counts as one device, even if JAX splits it. All
+    processes must call this.
     """
     if shape.is_filled:
         return shape.n_devices

@@ -70,8 +70,8 @@ def initialize_jax(
 
     Raises:
         PeerLost: on processes that cannot reach the coordinator.
-        OSError: if the coordinator's name does not resolve, or if this host has no route to it or
-            to another host.
+        OSError: if the coordinator's name does not resolve, or if this host has no route to the
+            coordinator or to another host.
         RuntimeError: if `jax.distributed` cannot connect the processes.
         UsageError: if the devices do not start, if accelerators are expected but JAX finds only
             CPUs, if there are more processes than accelerators, or if JAXGPT_COORDINATOR,
@@ -238,7 +238,7 @@ def describe(facts: dict[str, Any]) -> list[str]:
 
 
 def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
-    """Return one log line per host name, listing its ranks and their devices.
+    """Return one log line per host name. Each line lists the host's ranks and their devices.
 
     `ranks` is the `ranks` entry in the result of `initialize_jax`.
     """
@@ -304,7 +304,7 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
     If all processes are on one host, this may be a loopback address. All processes must call this.
     Raises `OSError`, as `address_towards` does.
     """
-    # The coordinator's host may resolve its own name to a loopback address. In this case, use the
+    # The coordinator's host may resolve its own name to a loopback address. In this case, use its
     # address on the route to another host.
     everyone = cluster.allgather(address_towards(coordinator))
     mine = everyone[cluster.rank]
@@ -315,8 +315,8 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
 def clear_proxies() -> list[str]:
     """Unset the *_proxy variables except no_proxy, so that gRPC connects directly.
 
-    This includes upper-case names. Returns a list with a log line that names the variables, or an
-    empty list if none were set.
+    Variables with upper-case names are also unset. Returns a list with a log line that names the
+    variables, or an empty list if none were set.
     """
     found = sorted(v for v in os.environ if re.fullmatch(r"(?!no_proxy)\w+_proxy", v, re.I))
     for name in found:

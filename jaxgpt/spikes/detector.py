@@ -38,7 +38,7 @@ class Detection(NamedTuple):
 
 
 def init_spike_state(spike: SpikeConfig) -> SpikeState:
-    """Return the detector's state before the first step; an empty dict if spike.action=off.
+    """Return the detector's state before the first step, or an empty dict if spike.action=off.
 
     `window` holds the most recent losses and gradient norms, newest last: float32 (2,
     spike.window). `filled` is the number of steps in the window, an int32 scalar. `nonfinite` is
@@ -56,10 +56,11 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
 def update(
     state: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
-    """Check the loss and gradient norm of a step, both scalars, and add them to the window.
+    """Check the loss and gradient norm of a step, and add them to the window.
 
-    Return the next state and the detection. The values in the window are clipped to the limits. A
-    step with a non-finite value is not added. `state` must not be empty.
+    `loss` and `grad_norm` are scalars. Returns the next state and the detection. The values in the
+    window are clipped to the limits. A step with a non-finite value is not added. `state` must not
+    be empty.
     """
     window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)

@@ -55,7 +55,7 @@ def flip_bit(params: Any, device: int) -> Any:
     """Return the parameters with one bit flipped in one device's shard of the first array.
 
     `params` is a tree of float32 arrays, and `device` is an index into the flattened mesh. All
-    processes call this together.
+    processes must call this.
     """
     paths, tree = jax.tree.flatten(params)
     array = paths[0]

@@ -28,8 +28,8 @@ class NoRewind(Exception):
 def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     """Return all rewinds of a run, oldest first. The list may be empty.
 
-    A rewind is a dict with the fields of a `SpikeRecord`, except `kind`, `step` and `action`, and
-    with these additional keys:
+    A rewind is a dict. It has the fields of a `SpikeRecord` except `kind`, `step` and `action`. It
+    also has these keys:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
@@ -53,7 +53,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
     """Return the ranges of steps that the rewinds of a run skip, as inclusive (first, last) pairs.
 
-    Raises `UsageError` as `read_rewinds` does.
+    Raises `UsageError`, as `read_rewinds` does.
     """
     return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
 
@@ -66,7 +66,7 @@ def decide_rewind(
     last: int,
     sizes: BatchSizes,
 ) -> dict[str, Any]:
-    """Return the rewind for a spike, in the format of `read_rewinds`, without committing it.
+    """Return the rewind for a spike without committing it. See `read_rewinds` for the format.
 
     Args:
         config: the configuration; spike.action must be rewind.
@@ -77,7 +77,8 @@ def decide_rewind(
         sizes: the batch sizes of the steps so far.
 
     Raises:
-        NoRewind: if there have been too many rewinds, or if there is no checkpoint to go back to.
+        NoRewind: if there have been too many consecutive rewinds, or if there is no checkpoint to
+            go back to.
         UsageError: if rewinds.json is damaged or unreadable.
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
@@ -127,7 +128,7 @@ def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
     """Return the last rewind of a run if its commit was interrupted, otherwise None.
 
-    Raises `UsageError` as `read_rewinds` does.
+    Raises `UsageError`, as `read_rewinds` does.
     """
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
@@ -137,8 +138,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
     """Write a rewind to rewinds.json and metrics.jsonl.
 
     In metrics.jsonl, a single record of the rewind replaces the records of the abandoned steps.
-    Other records of `PERSISTENT_KINDS` are kept. If metrics.jsonl is missing or has no records,
-    nothing is written to it.
+    Other records whose kind is in `PERSISTENT_KINDS` are kept. If metrics.jsonl is missing or has
+    no records, nothing is written to it.
 
     Args:
         directory: the run directory.

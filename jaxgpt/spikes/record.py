@@ -52,7 +52,7 @@ def worst_rows(
     - `loss`: the mean loss in nats per target token.
     - `corpus`: the name of the row's corpus.
     - `source`: the path of the row's source.
-    - `offset`: the position of the first token in the source's training split, in tokens.
+    - `offset`: the position of the row's first token in the source's training split, in tokens.
     """
     worst = np.argsort(row_losses)[::-1][:WORST_ROWS].tolist()  # NaN comes first
     places = [loader.row_location(step, row) for row in worst]

@@ -22,7 +22,7 @@ def spike_line(record: dict[str, Any]) -> str:
 
 
 def rewind_line(rewind: dict[str, Any]) -> str:
-    """Return the console line about a rewind (in the format of `read_rewinds`)."""
+    """Return the console line about a rewind, given in the format of `read_rewinds`."""
     (first, last), (from_, to) = rewind["dropped"], rewind["skip"]
     return (
         f"rewound to step {rewind['to']} because of the spike at step {rewind['spike']}: steps "
@@ -48,8 +48,8 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def spikes_table(records: list[dict[str, Any]], width: int = LOG_WIDTH) -> str:
     """Return a table of the spikes, skips and rewinds in a run's records, sorted by step.
 
-    The table is at most `width` columns wide. If there are none of these events, return `no spikes,
-    skips or rewinds`.
+    The table is at most `width` columns wide. If there are no such events, return `no spikes, skips
+    or rewinds`.
     """
     rows = sorted(_rows(records), key=lambda row: row[0])
     if not rows:

@@ -74,7 +74,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run, for process 0.
+    """All trackers of a run. Only process 0 uses this class.
 
     Errors in trackers become warnings. While a tracker keeps failing, only its first error and any
     error in `close` are reported.

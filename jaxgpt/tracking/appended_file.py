@@ -1,4 +1,4 @@
-"""Text files that keep new lines in memory while the disk is full."""
+"""Writer for text files that keeps new lines in memory while the disk is full."""
 
 import io
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxgpt.config import in_words
 
-# Control characters other than tab and newline, Unicode line separators and bidirectional controls.
+# Unicode line separators, bidirectional controls, and control characters except tab and newline.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 LIMIT = 10_000  # maximum number of buffered lines; the oldest lines are dropped
 

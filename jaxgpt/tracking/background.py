@@ -9,7 +9,7 @@ from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.perf.units import count
 from jaxgpt.tracking.records import Record
 
-LIMIT = 1000  # maximum number of records that a tracker may be behind
+LIMIT = 1000  # maximum number of records that may wait for a tracker
 PAUSE = ANSWER / 2  # seconds between attempts; must be shorter than the wait in `close`
 ATTEMPTS = 20  # maximum number of attempts to log a record; they take at least 95 s
 

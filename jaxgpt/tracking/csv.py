@@ -25,7 +25,7 @@ class Csv:
     def open(self, run: Any, resume_step: int | None) -> None:
         self._folder: Path = run.directory / "csv"
         self._folder.mkdir(exist_ok=True)
-        self._files: dict[str, tuple[io.TextIOBase, list[str]]] = {}  # kind -> file, its columns
+        self._files: dict[str, tuple[io.TextIOBase, list[str]]] = {}  # kind -> (file, columns)
         self.view = str(self._folder)
         self.rewind(-1 if resume_step is None else resume_step)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Kinds of records that trackers show as curves, and the default group of their numbers.
+# Maps each kind of record that trackers show as curves to the default group of its numbers.
 GROUPS = {
     "train": "train",
     "eval": "eval",

@@ -24,7 +24,7 @@ def _seconds(seconds: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """Return a duration, rounded to seconds, as text such as `1:01:01` or `2 days, 1:01:01`.
+    """Return a duration in whole seconds as text such as `1:01:01` or `2 days, 1:01:01`.
 
     `seconds` must be from 0 to 8e13.
     """
@@ -101,7 +101,7 @@ def legend(
     corpora: Sequence[str] = (),
     width: int | None = None,
 ) -> list[str]:
-    """Return the legend of the training lines: one line for the step, each metric and each corpus.
+    """Return the legend of the training lines: a line for the step, every metric and every corpus.
 
     `corpora` has the names of the corpora, and is empty if there is only one corpus. If `width` is
     given, the legend omits the corpora, `skipped_steps`, `nonfinite_steps` and any metrics that

@@ -127,7 +127,7 @@ def atomic_write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())  # otherwise, a power failure could leave an empty file
         os.replace(scratch, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # missing, or the file system is now read-only
+        with contextlib.suppress(OSError):  # no such file, or the file system is now read-only
             scratch.unlink()
         remedy = "; make room" if error.errno in NO_ROOM else ""
         raise UsageError(
@@ -192,7 +192,7 @@ def _whole_lines(path: Path, word: str = "") -> Iterator[tuple[str, dict[str, An
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """Return the record of a line, or None if the line is damaged or truncated."""
+    """Return the record in a line, or None if the line is damaged or truncated."""
     try:
         record = json.loads(line)
         check_shape(record, {"kind": str, "step": int})

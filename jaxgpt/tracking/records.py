@@ -59,7 +59,7 @@ class LayersRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord(Record):
-    """Evaluation losses on both splits, in nats per token. A loss is NaN if all weights are 0."""
+    """Evaluation losses on both splits, in nats per token; NaN if all loss weights are 0."""
 
     kind = "eval"
     train_loss: float
@@ -136,7 +136,7 @@ class CheckpointRecord(Record):
 
     kind = "checkpoint"
     path: str
-    stalled: float  # seconds that training was stalled
+    stalled: float  # seconds during which training was stalled
     seconds: float  # seconds from the start of the save to its completion
 
 

@@ -71,11 +71,12 @@ class RunFiles:
         return bool(new) or was_replaced
 
     def curve(self, kind: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps and values of a field in all records of one kind.
+        """Return the step of each record of one kind, and the value of its field `key`.
 
-        Both are float64 arrays of shape (N,). Records without the field are skipped. Invalid values
-        become NaN (see `number`). If `kind` is `rewind`, `key` is ignored: the values are the
-        logged losses of the steps that rewinds dropped, with a NaN after each rewind.
+        Both results are float64 arrays of shape (N,). Records without the field are skipped.
+        Invalid values become NaN (see `number`). If `kind` is `rewind`, `key` is ignored: the
+        values are the logged losses of the steps that rewinds dropped, with a NaN after each
+        rewind.
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
         if kind == "rewind":
@@ -95,7 +96,7 @@ class RunFiles:
         return np.interp(steps, *self._tokens)
 
     def numbers(self) -> list[dict[str, Any]]:
-        """Return the training and evaluation records without nested lists and dicts.
+        """Return the training and evaluation records without their lists and dicts.
 
         Each record has the run's name under the key `run`.
         """
@@ -103,7 +104,7 @@ class RunFiles:
         return [{k: v for k, v in r.items() if not isinstance(v, list | dict)} for r in records]
 
     def settings(self) -> dict[str, str]:
-        """Return the settings in config.yaml as text, with keys such as `train.max_iters`.
+        """Return the settings in config.yaml as strings, with keys such as `train.max_iters`.
 
         The result is empty if the file is missing, unreadable or damaged.
         """
@@ -144,7 +145,7 @@ class RunFiles:
         return "running" if not is_known and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:
-        """Return the row of this run in a table of runs, as a dict from heading to value.
+        """Return this run's row for a table of runs, as a dict that maps headings to values.
 
         Unknown values are None. `step` is the last logged step (0 if there is none), or the last
         step of a run that is `done` or `stopped`. `age` is a timedelta, rounded to seconds. Losses
@@ -194,7 +195,7 @@ def read_text(path: Path) -> str:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
-    """Return the runs in `paths`, which are run directories or folders with runs at any depth.
+    """Return the runs in `paths`. Each path is a run, or a folder with runs at any depth.
 
     Runs inside another run's directory are not found, and symbolic links to folders of runs are not
     followed. Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be

@@ -30,7 +30,7 @@ SHAPES: dict[str, Any] = {
 
 
 def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
-    """Append a line to the starts.jsonl of a run. `kind` is a key of `SHAPES`.
+    """Append a line to a run's starts.jsonl. `kind` is a key of `SHAPES`.
 
     Any `OSError` is ignored.
     """

@@ -16,8 +16,8 @@ class SupervisorLink:
     `open` and `close` also send a line. The keys are `job`, `run` (absolute path of the run
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
     the newest checkpoint, or 0), `step` (the step that training has reached) and `ending` (true
-    only in the line from `close`). Methods raise `OSError` if a line cannot be sent, and the next
-    line opens a new connection. If no send fails, the connection stays open until the process
+    only in the line from `close`). Methods raise `OSError` if a line cannot be sent. The next line
+    then opens a new connection. If no send fails, the connection stays open until the process
     exits.
     """
 

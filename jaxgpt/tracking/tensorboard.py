@@ -20,7 +20,7 @@ HYPERPARAMETERS = ("model", "optimizer", "parallel", "train")  # sections in the
 class TensorBoard:
     """Writes tensorboard/ in the run directory.
 
-    Methods raise `OSError` if files there cannot be written or metrics.jsonl cannot be read.
+    Methods raise `OSError` if a file there cannot be written, or if metrics.jsonl cannot be read.
     """
 
     view = ""
@@ -40,8 +40,8 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, which consist of the time in seconds,
-        # the host and this number.
+        # TensorBoard reads files in the order of their names, which contain the time in seconds,
+        # the host, the process ID and this number.
         n_files = len(list(self._directory.iterdir()))
         writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{n_files:06d}")
         self._writer = writer

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-HEIGHT = 8  # lines of a plot
+HEIGHT = 8  # height of a plot in lines
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # bits of braille dots
 BLANK, MARGIN = 0x2800, 11  # MARGIN: columns for the limits of the y-axis
 

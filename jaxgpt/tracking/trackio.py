@@ -15,7 +15,7 @@ from jaxgpt.tracking.about import names, settings
 from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.records import Record
 
-WRITE_SECONDS = 2.0  # interval between writes; each takes a few milliseconds of CPU time
+WRITE_SECONDS = 2.0  # interval between writes; a write takes a few milliseconds of CPU time
 
 
 class Trackio:

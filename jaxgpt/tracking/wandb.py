@@ -18,21 +18,21 @@ IN_ORDER = ("train", "eval", "sample")  # kinds of records that are logged in st
 
 
 class Wandb:
-    """Writes a W&B run, with its local files in wandb/ in the run directory.
+    """Logs to a W&B run, whose local files are in wandb/ in the run directory.
 
     A resumed or rewound run continues the same W&B run, and `resume_from` makes W&B drop the later
     steps. In offline mode, W&B drops them when `wandb sync` uploads the files. If the process was
     killed, W&B may have lost the last records, so they are logged again from metrics.jsonl. In
-    offline mode, a new W&B run begins if the run restarts from step 0, or if all of its earlier
-    processes were killed.
+    offline mode, a new W&B run begins if training restarts from step 0, or if all earlier processes
+    of the run were killed.
 
-    W&B accepts values only for its newest step. Evaluations and some other records may belong to an
+    W&B accepts values only for the newest step. Evaluations and some other records may belong to an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
     `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
     raise W&B's own errors, and `UsageError` if the file that stores the run ID cannot be written.
-    They raise `ValueError` if this file is damaged, and `OSError` if it or metrics.jsonl cannot be
-    read, or if the folder for W&B's files cannot be created.
+    They raise `ValueError` if this file is damaged. They raise `OSError` if this file or
+    metrics.jsonl cannot be read, or if the folder for W&B's files cannot be created.
     """
 
     extra = "wandb"  # name of the required package, and of the jaxgpt extra that installs it

@@ -50,7 +50,7 @@ SEVERAL_GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 # still chooses kernels by timing them during compilation; the compile cache stores the choice.
 DETERMINISTIC_GPU_OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True}
 # Disable Triton, and the merging of matmuls that share an operand (such as the query and key
-# projections). With either one, XLA would compute the matmuls of kernels/float8.py in bfloat16.
+# projections). With either of them, XLA would compute the matmuls of kernels/float8.py in bfloat16.
 FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
@@ -64,7 +64,7 @@ class CompiledFunctions:
     model: ShardedModel
     mesh: Mesh
     attention: str  # the attention kernel, and why it was chosen
-    n_parameters: tuple[int, int]  # (total, excluding lookup embeddings), from `count_parameters`
+    n_parameters: tuple[int, int]  # with and without lookup embeddings; see `count_parameters`
     warnings: tuple[str, ...]  # about the layout, the attention kernel and FP8
     batch_shape: jax.ShapeDtypeStruct | TokenRows  # global batch, as passed to `train_step`
     state_shapes: TrainState  # `jax.ShapeDtypeStruct`s with shardings, used to restore checkpoints
@@ -78,7 +78,7 @@ class CompiledFunctions:
     eval_step: Callable[[Params, jax.Array | TokenRows], jax.Array]
     """(params, int32 (B, T+1) or `TokenRows`) -> weighted mean loss of each row in nats, (B,)."""
     eval_tokens: Callable[[Params, jax.Array], TokenScores]
-    """(params, int32 (B, T+1)) -> scores (B, T) of every token except the first of each row."""
+    """(params, int32 (B, T+1)) -> scores of every token except the first of each row, (B, T)."""
     eval_logits: Callable[[Params, jax.Array], jax.Array]
     """(params, int32 (B, T+1)) -> float32 next-token logits (B, T, V)."""
     make_decoder: Callable[[Params], tuple[DecodeFn, Cache]]
@@ -123,7 +123,7 @@ def make_steps(
         attend: the attention function; by default, the kernel that model.attention selects.
         slices: number of equal slices that each device's part of a microbatch is split into. It
             must divide the number of rows in that part, or the train step cannot be lowered. The
-            default is 1 or, if `on_cpu`, the result of `choose_n_slices`.
+            default is the result of `choose_n_slices` if `on_cpu` is True, else 1.
         on_cpu: whether to build the model for CPUs; by default, True if `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
 

@@ -35,8 +35,8 @@ class Generator(NamedTuple):
     start: Callable[[Params, jax.Array, jax.Array], Text]
     """(params, window, length) -> the prompt as a `Text`.
 
-    `window` is int32 (P,), with P at most model.block_size: the prompt of `length` tokens, then
-    padding. `length` is at least 1.
+    `window` is int32 (P,) and contains the prompt of `length` tokens, then padding. P is at most
+    model.block_size, and `length` is at least 1.
     """
     extend: Callable[[Params, Text, jax.Array, Any, Any, Any], Text]
     """(params, text, seed, first, n_cached, end) -> `text` with more generated tokens.
@@ -188,10 +188,10 @@ def limit_choice(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[np.ndarray, int]:
-    """Return the last `block_size` tokens of a prompt (see `prompt_tokens`), and their number.
+    """Return the last `block_size` tokens of a prompt (see `prompt_tokens`) and how many there are.
 
     The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but not beyond
-    `block_size`, so that prompts of similar lengths share a compiled function. The number excludes
+    `block_size`, so that prompts of similar lengths share a compiled function. The count excludes
     the padding. Raises `UsageError` if the tokenizer cannot encode the prompt.
     """
     tokens = prompt_tokens(tokenizer, prompt)[-block_size:]

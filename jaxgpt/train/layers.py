@@ -15,7 +15,7 @@ from jaxgpt.train.sharded_model import ShardedModel
 def layer_values(
     model: ShardedModel, step: jax.Array, batch: Batch, gradients: Params, params: Params
 ) -> dict[str, jax.Array] | None:
-    """Return the values of the fields of `LayersRecord`, by name.
+    """Return the values for a `LayersRecord`, keyed by field name.
 
     Each value is a float32 array of shape (L,), with one element per layer. The values are zero
     unless `step` is a multiple of train.layers_every. If train.layers_every is 0, the result is

@@ -65,16 +65,16 @@ def restart_from(
     If `checkpoint` is None, the run starts before the first step. If the checkpoint's arrays are
     damaged, the run uses the newest earlier checkpoint that is undamaged (unless
     checkpoint.on_damage=refuse). Nothing is renamed or removed until all processes have read the
-    checkpoint. After that, damaged checkpoints are quarantined, the rewind is committed, and the
+    checkpoint. After that, damaged checkpoints are quarantined, any rewind is committed, and the
     abandoned checkpoints and records are removed. All processes call this together.
 
     Raises:
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
             undamaged or checkpoint.on_damage=refuse. Also raised if the arrays of the initial
             weights are damaged.
-        UsageError: if a file cannot be read, renamed or written, if rewinds.json, the checkpoint's
-            JSON or the initial weights' JSON is damaged or invalid, or if the initial weights are
-            missing.
+        UsageError: if a file cannot be read, renamed or written; if the initial weights are
+            missing; or if rewinds.json, the checkpoint's JSON or the initial weights' JSON is
+            damaged or invalid.
         OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
             removed, or if the output pipe is closed.
         RuntimeError: if JAX fails, for example because it runs out of memory.
@@ -122,7 +122,7 @@ def _as_of(
 ) -> Run:
     """Return a copy of the run with the checkpoint's JSON, steps to skip and missing records.
 
-    All processes call this together. Raises the same `UsageError` and `OSError` as `restart_from`.
+    All processes call this together. Raises `UsageError` and `OSError`, as `restart_from` does.
     """
 
     def on_process_0() -> dict[str, Any] | None:
@@ -162,7 +162,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 
 
 def _json_damage(directory: Path, step: int) -> str:
-    """Return the reason why a checkpoint's JSON is damaged."""
+    """Return a description of the damage to a checkpoint's JSON."""
     try:
         read_meta(directory, step)
     except DamagedCheckpoint as error:

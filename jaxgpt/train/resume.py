@@ -265,7 +265,7 @@ def prepare_weights(
     """Prepare the initial weights of a run that sets train.init_from.
 
     Return the run's config, the weights' folder and step, and the lines to log. `directory` is the
-    run directory. The weights of a Hugging Face folder are converted and written to the run
+    run directory. Weights in Hugging Face's format are converted and written to the run
     directory. If the weights have a tokenizer, their `COMPANIONS` are copied to the run directory.
     In the returned config, the path in train.init_from is absolute. If the weights have a tokenizer
     file but the data has no tokenizer, data.tokenizer is also set.
@@ -331,7 +331,7 @@ def _share_tokenizer(
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:
-        return config, [f"warning: {key} has no tokenizer; assuming that {name} uses the same one"]
+        return config, [f"warning: {key} has no tokenizer; assuming the tokenizer of {name}"]
     tokenizer = tokenizer_from_meta(meta["tokenizer"], folder)
     for companion in COMPANIONS:
         if (folder / companion).is_file():

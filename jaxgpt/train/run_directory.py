@@ -104,11 +104,11 @@ class Run:
         } | ({} if self.init_folder is None else {"init_from": [self.init_folder, self.init_step]})
 
     def corpus_tokens(self, rows: Loader, step: int) -> dict[str, int]:
-        """Return the number of tokens consumed from each current corpus up to `step`, by name.
+        """Return the number of tokens consumed from each current corpus, keyed by name.
 
-        data.blend may have changed at `resume_step`, so the counts up to that step come from the
-        checkpoint. `step` must not be before `resume_step`. `rows` is the training loader, with
-        this run's `batch_sizes`.
+        The counts cover all steps up to `step`. data.blend may have changed at `resume_step`, so
+        the counts up to that step come from the checkpoint. `step` must not be before
+        `resume_step`. `rows` is the training loader, with this run's `batch_sizes`.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
@@ -168,7 +168,7 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the decisions that process 0 makes for all processes, as a dict for JSON.
+    """Return the decisions that process 0 makes for all processes, as a JSON-serializable dict.
 
     Raises the same errors as `prepare_run`.
     """
@@ -228,7 +228,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
 
 def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the process information that is available before JAX starts."""
+    """Return the facts about the job that are known before JAX starts."""
     return {
         "processes": cluster.size,
         "hosts": list(dict.fromkeys(cluster.host_names)),
@@ -240,14 +240,14 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
 def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the ranges that this command and earlier ones skip, and notes for the log.
 
-    The ranges are (first, last) steps. `kept` is the config.yaml that earlier commands wrote. If
-    this file is missing or damaged, the notes contain a warning.
+    Each range is a pair (first step, last step). `kept` is the config.yaml that earlier commands
+    wrote. If this file is missing or damaged, the notes contain a warning.
     """
     asked = list(skip_ranges(config))
     try:
         return asked + list(skip_ranges(config_from_file(kept))), []
     except UsageError:
-        return asked, [f"warning: {kept} is missing or damaged, and is written again"]
+        return asked, [f"warning: {kept} is missing or damaged, and will be rewritten"]
 
 
 def _check_prompt(prompt: str, dataset: Dataset) -> None:

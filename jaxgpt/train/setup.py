@@ -39,8 +39,8 @@ class Trainer(NamedTuple):
     stop: StopSignal
     profile: StepProfile
     # Number of steps started, for `StopSignal`. Unlike the step number, this does not decrease on a
-    # rewind. The count starts at 1, because JAX stops the job at 1 if a signal arrives before the
-    # first step.
+    # rewind. The count starts at 1, because JAX sets its sync point to 1 if a signal arrives before
+    # the first step.
     ticks: Iterator[int]
 
 

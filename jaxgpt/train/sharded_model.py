@@ -31,7 +31,7 @@ from jaxgpt.parallel.zero import ParamLayout, ShardedParam
 from jaxgpt.perf.hardware import find_device
 
 SLICE_BYTES = 2**29  # target for a slice's activations; larger or much smaller slices are slower
-GRADIENTS_PER_SLICE = 4  # the target is at least this multiple of the gradients' size
+GRADIENTS_PER_SLICE = 4  # the target is at least this many times the size of the gradients
 
 
 class ShardedModel(NamedTuple):
@@ -68,8 +68,8 @@ class ShardedModel(NamedTuple):
 
         Args:
             grad_accumulators: zeros from `local_params` or, with parallel.offload=state, the sum of
-                earlier gradients. The gradients with respect to these arrays are the gradients of
-                the parameters, plus that sum; see `parallel.zero.ShardedParam`.
+                earlier gradients. Differentiating with respect to these arrays gives the
+                parameters' gradients plus that sum; see `parallel.zero.ShardedParam`.
             params: this device's shards, from `local_params`.
         """
         return nnx.merge(

@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
     def __repr__(self) -> str:
         parts = zip(self._fields, self, strict=True)
         sizes = (f"{name} ({sum(x.size for x in jax.tree.leaves(part)):,})" for name, part in parts)
-        return f"<TrainState, with numbers of elements: {', '.join(sizes)}>"
+        return f"<TrainState, element counts: {', '.join(sizes)}>"
 
 
 def optimizer_of(config: Config) -> optax.GradientTransformation:

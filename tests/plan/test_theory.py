@@ -20,6 +20,7 @@ MODEL = (
     f"model.vocab_size={V}", f"train.batch_size={B}",
 )  # fmt: skip
 SP, SCAN = "parallel.sequence_parallel=True", "parallel.scan_layers=True"
+LLAMA = ("model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2", "model.bias=False")
 
 
 def settings(mesh, *options):
@@ -77,6 +78,7 @@ def long(*layout):
         ("2,2,2", SP, "train.gradient_accumulation_steps=2"),
         long("1,2,3", "model.n_head=6", "model.n_embd=60", "train.gradient_accumulation_steps=2"),
         long("1,1,3", "model.n_head=6", "model.n_embd=60", SP, "model.block_size=33"),
+        ("2,1,4", *LLAMA, "model.qk_norm=True"),  # four ranks share two key-value heads
     ],
     ids=" ".join,
 )
@@ -88,7 +90,6 @@ def test_a_step_communicates_what_theory_says(layout):
 
 PIPELINE = ("train.gradient_accumulation_steps=8", "model.n_layer=8", SCAN)
 CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
-LLAMA = ("model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2", "model.bias=False")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ def encode_answers(
     The weight is 1 for answer tokens and 0 for all others. The whole text is tokenized at once,
     unless a token would cross the start or end of an answer. In that case, the text is split there
     before it is tokenized, because at inference the model sees only the prompt. There must be at
-    least one document. All documents must have text, answers and the same `has_special`. Raises
-    `UsageError` as `Tokenizer.encode_batch` does.
+    least one document. Every document must have text and answers, and all documents must have the
+    same `has_special`. Raises `UsageError`, as `Tokenizer.encode_batch` does.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special

@@ -76,7 +76,7 @@ def prepare_text(
     Unless `split` or `megatron` is set, the data is split into a training set and a validation set.
     If all files are text, the last `val_share` of the characters is used for validation, as in
     nanoGPT. Otherwise, a hash of each document's text selects the documents for validation. If
-    there are too few documents, the last tokens are used instead.
+    there are too few documents, the end of the token sequence is used instead.
 
     Args:
         directory: folder to write the dataset to. Existing data of the same format and name is
@@ -164,10 +164,10 @@ def megatron_name(directory: Path) -> str:
 def prepare_python(directory: Path) -> list[str]:
     """Prepare the source code of Python's standard library, with one token per byte.
 
-    Tests and IDLE are left out. The dataset is written to `directory`, without any download. Files
+    Tests and IDLE are left out. The dataset is written to `directory`. Nothing is downloaded. Files
     are ordered by a hash of their paths, so that the last tenth, which is used for validation,
     resembles the rest. Returns lines that describe the dataset. Raises `UsageError` if there are no
-    source files, and `OSError` if one cannot be read or `directory` cannot be written.
+    source files, and `OSError` if a file cannot be read or if `directory` cannot be written.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [

@@ -1,8 +1,8 @@
 """Convert conversations to text with a Hugging Face chat template in a sandbox.
 
 A template is a Jinja program that comes with a tokenizer, so it is untrusted code. Like
-transformers, jaxgpt renders it in an `ImmutableSandboxedEnvironment`. The template cannot change
-its inputs and has no access to files or Python internals.
+Hugging Face Transformers, jaxgpt renders it in an `ImmutableSandboxedEnvironment`. The template
+cannot change its inputs and has no access to files or Python internals.
 """
 
 import json
@@ -42,7 +42,7 @@ class ChatTemplate:
             name: file that contains the template, for error messages.
 
         Raises:
-            UsageError: if `source` is not a valid template, or jinja2 is missing or too old.
+            UsageError: if `source` is not a valid template, or if jinja2 is missing or too old.
         """
         self._name, self._special_tokens = name, special_tokens
         self._marks_answers = re.search(r"{%-?\s*generation\b", source) is not None
@@ -115,11 +115,12 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     The tokenizer's own template is chat_template.jinja next to tokenizer.json. If there is no such
     file, it is the `chat_template` field of tokenizer_config.json. If that field has several
     templates, the template named `default` is used. Returns None if no template is found.
-    `tokenizer` is the path of a file or folder. A name such as `char` has no template.
+    `tokenizer` is the path of a file or folder, or a name. Tokenizers given by name, such as
+    `char`, have no template of their own.
 
     Raises:
-        UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or jinja2
-            is missing or too old.
+        UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or if
+            jinja2 is missing or too old.
     """
     has_files = tokenizer not in ("char", "byte") and Path(tokenizer).exists()
     config_path, file = template_files(tokenizer, given)
@@ -143,7 +144,7 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
 
 
 def _content(token: Any) -> Any:
-    """Return the text of a special token, which is a string or a dictionary with options."""
+    """Return the text of a special token, given as a string or as a dictionary with options."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -159,7 +160,7 @@ def _unmarked(marked: str) -> Rendered:
 
 
 def _environment():
-    """Return a Jinja environment like the one in transformers, but without `strftime_now`.
+    """Return a Jinja environment as in Hugging Face Transformers, but without `strftime_now`.
 
     Without `strftime_now`, templates use their default date, so the output does not depend on the
     current date. Raises `UsageError` if jinja2 is missing or too old.

@@ -21,8 +21,8 @@ from jaxgpt.data.source import SPLITS, read_meta
 from jaxgpt.data.tokenizers import CharTokenizer, Tokenizer
 
 TEXT_SHARE, DOCUMENT_SHARE = 0.1, 0.01  # default validation shares of text and of documents
-FEW_DOCUMENTS = 1000  # with fewer, DOCUMENT_SHARE would select fewer than about ten documents
-_MEGATRON_UINT16 = 65500  # smallest vocabulary that Megatron-LM stores as int32
+FEW_DOCUMENTS = 1000  # with fewer documents, DOCUMENT_SHARE would select fewer than about ten
+_MEGATRON_UINT16 = 65500  # from this vocabulary size on, Megatron-LM stores token IDs as int32
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
 class _Division(NamedTuple):
     """Rule for building a dataset's splits from the splits of its parts."""
 
-    joined: dict[str, tuple[str, ...]]  # split -> splits of the parts to concatenate
+    joined: dict[str, tuple[str, ...]]  # split -> which splits of the parts to concatenate
     cut: float | None  # fraction of "train" to move to "val", or None
     description: str
 
@@ -89,7 +89,7 @@ def write_nanogpt(
     """Write SPLIT.bin, meta.json and the tokenizer's file to `directory`.
 
     Any existing dataset in `directory` is replaced, including splits that are not written again.
-    The tokenizer's end-of-text token, if it has one, separates documents. If the documents have
+    If the tokenizer has an end-of-text token, this token separates documents. If the documents have
     answers, each split also gets a loss mask, SPLIT.mask.bin. If `tokenizer` is None, each distinct
     character becomes a token. `source` describes the origin of the text. `pool` tokenizes files in
     parallel and does not affect the result.
@@ -205,9 +205,9 @@ def write_megatron(
 ) -> Prepared:
     """Write all text to PREFIX.bin and PREFIX.idx, without dividing it into splits.
 
-    Each document ends with the tokenizer's end-of-text token, if it has one. Token IDs are uint16
-    if the vocabulary has fewer than 65,500 entries, and int32 otherwise. `pool` tokenizes files in
-    parallel and does not affect the result.
+    If the tokenizer has an end-of-text token, each document ends with this token. Token IDs are
+    uint16 if the vocabulary has fewer than 65,500 entries, and int32 otherwise. `pool` tokenizes
+    files in parallel and does not affect the result.
 
     Raises:
         UsageError: if the input cannot be read or encoded, is empty or needs a loss mask, if a

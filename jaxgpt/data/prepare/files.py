@@ -20,7 +20,7 @@ Advance = Callable[[int], object]  # called with the number of bytes read
 
 
 def kind(path: Path) -> tuple[str, ...]:
-    """Return `JSON` or `PARQUET` if the file has one of those suffixes; otherwise, return `TEXT`.
+    """Return `JSON` or `PARQUET`, whichever contains the file's suffix, or `TEXT` if neither does.
 
     The suffix .gz is ignored.
     """

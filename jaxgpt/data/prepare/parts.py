@@ -97,7 +97,7 @@ def write_parts(
 
     Raises:
         UsageError: if only some documents have answers. Also raises whatever `encode_files` raises.
-        OSError: if a file from `template_files` cannot be read, or if a part cannot be written.
+        OSError: if a file named by `template_files` cannot be read, or if a part cannot be written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -173,7 +173,8 @@ def _write_part(
     """Tokenize files into `folder`, which is created atomically.
 
     `advance` is called with the number of bytes read. Raises `UsageError` if a file cannot be read
-    or encoded or if only some documents have answers, and `OSError` if the part cannot be written.
+    or encoded, or if only some documents have answers. Raises `OSError` if the part cannot be
+    written.
     """
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_UNFINISHED))
     tokens: dict[str, int] = {}
@@ -235,7 +236,7 @@ def _common_facts(file: InputFile, tokenizer: Tokenizer, dtype: np.dtype) -> lis
 
 
 def _key(group: Sequence[InputFile], common: list[Any]) -> str:
-    """Return a hash of a part's files and of all settings that affect the part."""
+    """Return a hash of a part's settings and of its files' paths, sizes and modification times."""
     facts = [common]
     for file in group:
         found = file.path.stat()
@@ -248,7 +249,7 @@ def _key(group: Sequence[InputFile], common: list[Any]) -> str:
 
 
 def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -> None:
-    """Concatenate the SPLIT + `suffix` files of all parts, in order, into the file `out`.
+    """Concatenate the files SPLIT + `suffix` of all parts, in order, into the file `out`.
 
     Within a part, files are in the order of `splits`, and missing files are skipped. Raises
     `OSError` if a file cannot be read or written.

@@ -45,7 +45,7 @@ class InputFile:
     """
 
     path: Path
-    lines: LineFormat  # the format of JSON lines and rows
+    lines: LineFormat  # the format of JSON lines and Parquet rows
     val_share: float = 0.0  # probability that a document is selected for validation
     n_train: int | None = None  # number of training characters; None if the file is not divided
 

@@ -80,7 +80,7 @@ def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
 
 
 def _relative_error(found: jax.Array, exact: jax.Array) -> float:
-    a, b = np.asarray(found, np.float32), np.asarray(exact)  # XLA's CPU max can ignore a NaN
+    a, b = np.asarray(found, np.float32), np.asarray(exact)  # on CPUs, XLA's max can ignore NaN
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 

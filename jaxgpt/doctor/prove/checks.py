@@ -29,8 +29,8 @@ NVIDIA = "driver_version,clocks.sm,clocks.max.sm,power.limit"
 SMALL_GPT2 = (
     "model.block_size=64", "model.n_layer=2", "train.batch_size=2", "train.dtype=float32", WHOLE,
 )  # fmt: skip
-# Maps a name to the steps per round and the settings of `bench step`. `gpt2` and `gpt2-xl` have
-# separate checks.
+# Maps a name to the number of steps per round and the settings for `bench step`. `gpt2` and
+# `gpt2-xl` have separate checks.
 STEPS_ON_GPU = {
     "gpt2": (3, ("--config", "gpt2")),
     "gpt2-xl": (
@@ -223,7 +223,7 @@ def memory(commands: Commands) -> Iterator[Row]:
         if plan["estimate"]:
             planned, took = plan["estimate"]["step"], found["seconds_per_step"]["median"]
             note = f"planned {1e3 * planned:.4g} ms, took {1e3 * took:.4g} ms"
-            goal = 0.20 if commands.on_gpu else None  # the CPU's small steps are not typical
+            goal = 0.20 if commands.on_gpu else None  # the small steps on CPUs are not typical
             error = abs(planned / took - 1)
             yield row(f"error of the step time for {name}", error, "%", note, at_most=goal)
 
@@ -296,13 +296,13 @@ Check = tuple[Callable[[Commands], Iterator[Row]], float]
 
 
 def ab_check(changes: Sequence[str]) -> dict[str, Check]:
-    """Return an entry for `CHECKS` that times each of `changes`."""
+    """Return an entry for `CHECKS`: a check that times a gpt2 step with each of `changes`."""
     limit = 60 + 30 * len(changes)  # seconds
     return {f"ab: {'; '.join(changes)}": (functools.partial(ab, changes=changes), limit)}
 
 
-# Most important first. Each limit is about twice the duration on two busy CPU cores or on an H100
-# (estimated from step times on an H200), whichever is longer.
+# Most important first. Each limit is about twice the longer of two durations: on two busy CPU
+# cores, and on an H100 (estimated from step times on an H200).
 CHECKS: dict[str, Check] = {
     "facts": (facts, 90),
     "gpt2": (functools.partial(speed, name="gpt2"), 120),

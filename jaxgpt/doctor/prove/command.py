@@ -21,7 +21,7 @@ from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
 
 OUT = Path("runs/prove")
-MIN_SECONDS = 15  # a check starts only if more than this much time is left
+MIN_SECONDS = 15  # a check starts only if more time than this is left
 
 Results = dict[str, dict[str, Any]]
 """The status, reason, seconds and rows of each check that has run, by check name."""

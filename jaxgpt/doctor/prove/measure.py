@@ -91,7 +91,7 @@ class Commands:
             seconds: the time limit for all commands together.
             nanogpt: path of a clone of nanoGPT, if there is one.
             torch: a Python executable that can import PyTorch.
-            text: the text of Tiny Shakespeare, if there is one.
+            text: path of a file with the text of Tiny Shakespeare, if there is one.
         """
         self.folder, self.nanogpt, self.torch, self.text = folder, nanogpt, torch, text
         self.cache = f"compile_cache={folder.parent / 'compiled'}"  # a setting for the commands
@@ -134,7 +134,7 @@ class Commands:
         return stdout
 
     def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
-        """Run a command with --json as `run` does, and return the JSON object that it prints.
+        """Run a command as `run` does, but with --json, and return the JSON object in its stdout.
 
         Ignores output before the first `{`, and raises `ValueError` if the rest is not a JSON
         object. Also raises whatever `run` raises.

@@ -20,7 +20,7 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
 
-SETTINGS_WIDTH = 100  # characters of settings per line
+SETTINGS_WIDTH = 100  # maximum characters per line of settings
 # Notes in `facts` with these prefixes are not shown on the console.
 USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none, ")
 
@@ -112,7 +112,7 @@ def summary_lines(
 
 
 def _untraced_lines(run: Run) -> list[str]:
-    """Return a line saying that no step is traced, if all of profile_steps are past or skipped."""
+    """If all of profile_steps are past or skipped, return a line saying that no step is traced."""
     skips, traced = SkipRanges(skip_ranges(run.config)), profile_range(run.config)
     left = range(max(traced.start, (run.resume_step or 0) + 1), traced.stop)
     if not traced or any(step not in skips for step in left):
@@ -151,14 +151,14 @@ def _batch_line(config: Config, steps: CompiledFunctions) -> str:
 
 
 def _vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
-    """Return a line if the tokenizer's vocabulary is at most half the size of the model's."""
+    """Return a line about unused tokens if the tokenizer uses at most half of the vocabulary."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:
         return []
     tables = 1 if model.tie_embeddings else 2
     unused = (model.vocab_size - tokenizer.vocab_size) * model.n_embd
     return [
-        f"vocabulary: the data has {tokenizer.vocab_size} tokens, "
+        f"vocabulary: the tokenizer has {tokenizer.vocab_size} tokens, "
         f"model.vocab_size={model.vocab_size}: {tables * unused / 1e6:.1f}M of "
         f"{steps.n_parameters[0] / 1e6:.1f}M parameters and "
         f"{6 * unused / rates.flops_per_token:.0%} of the FLOPs are spent on tokens that never "

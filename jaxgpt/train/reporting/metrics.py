@@ -33,10 +33,10 @@ class MetricsBuffer:
     def read(self, step: int, metrics: Metrics | None, everything: bool) -> list[StepMetrics]:
         """Add the metrics of a step (None if it was skipped); return the metrics to report now.
 
-        All buffered metrics are returned every train.log_interval steps, after the first step that
-        is not skipped, and if `everything` is set. Otherwise, if the previous training step calls
-        for a rewind, the metrics up to that step are returned. In all other cases, the result is
-        empty.
+        All buffered metrics are returned if `everything` is set, if `step` is the first step that
+        is not skipped, or if it is a multiple of train.log_interval. Otherwise, if the previous
+        training step calls for a rewind, the metrics up to that step are returned. In all other
+        cases, the result is empty.
         """
         if metrics is not None:
             for array in jax.tree.leaves(metrics):
@@ -97,7 +97,9 @@ class MetricsBuffer:
 def corpus_means(
     names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 ) -> dict[str, float | None]:
-    """Return the weighted mean loss of each corpus, by name; None for a corpus without targets.
+    """Return the weighted mean loss of each corpus, keyed by name.
+
+    The loss of a corpus without targets is None.
 
     Args:
         batches: for each batch, arrays of shape (B,) with the corpus index, mean loss and total

@@ -204,7 +204,7 @@ class Reporter:
                 self.log(straggler)
 
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
-        """Report a step that has been dispatched. If `metrics` is None, the step was skipped.
+        """Report a step that was dispatched or, if `metrics` is None, skipped.
 
         `known` is the result of `MetricsBuffer.read` for this step. All processes call this
         together. After the first training step, this waits for the step to finish, gathers the
@@ -257,7 +257,7 @@ class Reporter:
         )
 
     def _seconds_left(self, step: int) -> float | None:
-        """Estimate the seconds left from the average speed so far; None if no step was timed."""
+        """Estimate the remaining seconds at the average speed so far; None if no step was timed."""
         began, first = self._began
         if step <= first:
             return None
@@ -338,7 +338,7 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the newest rewind of the run, which must have at least one.
+        """Log the run's newest rewind. There must be at least one.
 
         Raises `UsageError` on process 0 if rewinds.json cannot be read.
         """
@@ -346,9 +346,9 @@ class Reporter:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
     def log(self, record: Record | None) -> None:
-        """Send a record to every tracker, and log its line. Do nothing if `record` is None.
+        """Send a record to every tracker and log it as text. Do nothing if `record` is None.
 
-        Only process 0 has trackers. Other processes log the line only if train.log_all_ranks is
+        Only process 0 has trackers. Other processes log the text only if train.log_all_ranks is
         set. `record` must be a `TrainRecord` or have a kind in `_LINES`. Call `restart` first,
         because it opens the trackers.
         """
@@ -426,7 +426,7 @@ class Reporter:
 
 
 def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the `Figure` of each metric in training lines, by name.
+    """Return the `Figure` of each metric in training lines, keyed by name.
 
     Metrics in train.log_columns have rank -1. A run with a single process has no
     `slowest_over_mean`. Raises `UsageError` if train.log_columns contains an unknown name.
@@ -459,7 +459,7 @@ def _losses_text(record: dict[str, Any]) -> str:
 
 
 def _about_bytes(record: dict[str, Any]) -> str:
-    """Return an explanation of the replacement character, if a sample contains it."""
+    """Return an explanation of the replacement character if a sample contains it, else ""."""
     return " (\ufffd: bytes that are not valid UTF-8)" if "\ufffd" in record["text"] else ""
 
 
