@@ -140,8 +140,8 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
     `path` is a checkpoint folder, or a parent folder with a file that names the latest checkpoint.
     Raises `UsageError` if the folder is missing, if it has no checkpoint in a supported format, or
-    if the file of any rank is missing. Raises `OSError` if the name of the latest checkpoint cannot
-    be read or a folder cannot be accessed.
+    if a file is missing for a rank below the largest ranks found. Raises `OSError` if the name of
+    the latest checkpoint cannot be read or a folder cannot be accessed.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():

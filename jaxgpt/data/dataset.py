@@ -292,8 +292,8 @@ def _open_source(
             boundary = opened.find_document(min(boundary, whole.size - 1)).start
         divided = {"train": whole.part(0, boundary), "val": whole.part(boundary, whole.size)}
         tokens = tokens | divided
-        # The fingerprint is a hash of the train split before it was divided.
-        meta = {key: meta[key] for key in meta if key != "fingerprint"}
+        # These describe the train split before it was divided.
+        meta = {key: meta[key] for key in meta if key not in ("fingerprint", "targets")}
         note = f" with data.val_share={data.val_share}"
     for split in splits or tokens:
         if split not in tokens:

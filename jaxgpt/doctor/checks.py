@@ -148,9 +148,10 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that every accelerator of every host is used by JAX, in exactly one process.
 
-    Unused accelerators are accepted if JAX_PLATFORMS=cpu is set. On an unknown machine, the number
-    of accelerators comes from `count_accelerators`, and unused ones are also accepted if a variable
-    such as CUDA_VISIBLE_DEVICES is set.
+    The result is FAIL if JAX uses the CPU of a host with accelerators, unless JAX_PLATFORMS=cpu is
+    set. It is WARN if processes share a device or leave devices unused. On an unknown machine, the
+    number of accelerators comes from `count_accelerators`, and JAX may leave some of them unused if
+    a variable such as CUDA_VISIBLE_DEVICES is set.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):

@@ -31,9 +31,14 @@ MAX_MASKED_T = 16384
 class TokenPositions(NamedTuple):
     """Positions and document numbers of tokens."""
 
-    positions: jax.Array  # within the document: int32 (T,) if equal in all rows, else (B, T)
+    positions: jax.Array
+    """int32 (T,) if equal in all rows, else (B, T). Only differences within a document matter."""
+
     segments: jax.Array | None = None
-    """Document number within the row, int32 (B, T). None means one document per row."""
+    """A number that identifies each token's document in its row, int32 (B, T).
+
+    None means one document per row.
+    """
 
     def block(self, part: slice) -> "TokenPositions":
         """Return the positions and segments of a slice of the tokens."""

@@ -87,6 +87,10 @@ def test_meta_json_says_whether_there_is_a_mask(tmp_path):
         and "in 1 of 1 sources; 1,234 of their 5,000 tokens count as targets"
         in "\n".join(dataset.describe())
     )
+    (folder / "val.bin").unlink()  # the end of train.bin becomes the validation split
+    text = "\n".join(opened(f"data.path={folder}", "data.val_share=0.1")[0].describe())
+    assert "loss mask: in 1 of 1 sources" in text and "1,234" not in text
+    write(folder, targets={"train": 1234, "val": 1})
     (folder / "val.mask.bin").unlink()
     with pytest.raises(UsageError, match=r"data.path=.*: .*val.mask.bin is missing; copy it"):
         opened(f"data.path={folder}")

@@ -102,9 +102,11 @@ class _CountingFile(io.FileIO):
 def open_file(path: Path, advance: Advance) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, and decompress it if its name ends in .gz.
 
-    `advance` is called with the number of bytes read from the file, counted before decompression. A
-    `read()` without a size is not counted. Raises `UsageError` if the file cannot be opened, or if
-    the `with` block raises `OSError`, `EOFError` or `zlib.error`.
+    `advance` is called with the number of bytes read from the file, counted before decompression.
+    If the file is not compressed, a `read()` without a size is not counted.
+
+    Raises `UsageError` if the file cannot be opened, or if the `with` block raises `OSError`,
+    `EOFError` or `zlib.error`.
     """
     try:
         with io.BufferedReader(_CountingFile(path, advance)) as file:

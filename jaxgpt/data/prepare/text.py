@@ -34,7 +34,11 @@ class Encoded(NamedTuple):
 
     chunk: TextChunk
     ids: np.ndarray  # int64 (tokens,)
-    weights: np.ndarray | None  # uint8 (tokens,): 1 for answer tokens; None if all tokens count
+    weights: np.ndarray | None
+    """uint8 (tokens,): 1 for the tokens of answers and the end-of-text tokens after them, else 0.
+
+    None means that all tokens count.
+    """
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Reporter:
 
     Every process has a reporter. Process 0 prints and writes the files. If train.log_all_ranks is
     set, each of the other processes also writes its own log. On process 0, methods that log raise
-    `BrokenPipeError` if the output pipe is closed.
+    `BrokenPipeError` if the output pipe is closed and `Console.outlive_reader` was not called.
     """
 
     def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
