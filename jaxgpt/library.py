@@ -149,7 +149,7 @@ def load_model(
 ) -> Model:
     """Return a trained model with the methods `logits`, `generate`, `generate_tokens` and `score`.
 
-    This starts JAX. All processes of the job must call this together.
+    This starts JAX. All processes of the job must call this.
 
     Args:
         run: a run directory, or the folder of a Hugging Face model, with or without the prefix

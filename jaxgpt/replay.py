@@ -106,7 +106,7 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
 
     Process 0 prints a line for each distinct step, in ascending order. `steps` must not be empty.
     `mesh` has the format of `--mesh`. If `mesh` is None, the run's mesh at the first repeated step
-    is used. All processes call this together. This starts JAX.
+    is used. All processes must call this. This starts JAX.
 
     Raises:
         UsageError: if `run` is not a run directory with checkpoints, if the mesh is invalid or does
@@ -252,7 +252,7 @@ class Repeater:
         fingerprints: Sequence[Any],
         cluster: ProcessGroup,
     ):
-        """Open the data and compile the train step; all processes call this together.
+        """Open the data and compile the train step; all processes must call this.
 
         JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
         `fingerprints`, if the mesh does not fit the devices or the configuration, or if the
@@ -283,12 +283,12 @@ class Repeater:
         self._skips = SkipRanges(skip_ranges(config))
 
     def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
-        """Train the steps again. Return the new state, and a dict from each step to its metrics.
+        """Repeat training steps. Return the new state, and a dict from each step to its metrics.
 
         `state` must be the state before the first step. All steps must have the batch size in the
         configuration. The caller must not use `state` afterwards, because its arrays are donated.
         The metrics are those in `COMPARED`, as NumPy scalars, or None for a skipped step. The loss
-        is in nats per token. All processes call this together. Raises `UsageError` if the data is
+        is in nats per token. All processes must call this. Raises `UsageError` if the data is
         invalid or cannot be read, and `RuntimeError` if JAX fails.
         """
         import jax
@@ -308,8 +308,8 @@ class Repeater:
     def restore_or_init(self, step: int) -> Any:
         """Return the state in the checkpoint of `step`, or the initial state if `step` is 0.
 
-        The initial state has random weights, even if train.init_from is set. All processes call
-        this together. Raises the same errors as `Checkpoints.restore`.
+        The initial state has random weights, even if train.init_from is set. All processes
+        must call this. Raises the same errors as `Checkpoints.restore`.
         """
         from jaxgpt.train.state import restore_state
 

@@ -97,7 +97,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
     This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
     for the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
-    until training can continue. All processes call this together. Raises `OSError` if an earlier
+    until training can continue. All processes must call this. Raises `OSError` if an earlier
     checkpoint cannot be removed. Also raises whatever `Checkpoints.save` and `Checkpoints.close`
     raise.
     """
@@ -123,8 +123,8 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Measure the time to restore and verify the checkpoint that `save` wrote.
 
-    Returns `restore_seconds`, the time of the slowest process in seconds. All processes call this
-    together. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever
+    Returns `restore_seconds`, the time of the slowest process in seconds. All processes must call
+    this. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever
     `Checkpoints.restore` raises.
     """
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
@@ -137,7 +137,7 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
 def _file_sizes(job: Job) -> list[int]:
     """Return the sizes of the checkpoint files in bytes, in ascending order.
 
-    All processes call this together.
+    All processes must call this.
     """
     files = (job.folder / "checkpoint").rglob("*")
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))

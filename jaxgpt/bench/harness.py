@@ -148,7 +148,7 @@ class Job:
     def timed(self, function: Callable[[], Any]) -> tuple[Any, float]:
         """Call a function. Return this process's result and the slowest process's time in seconds.
 
-        All processes call this together.
+        All processes must call this.
         """
         self.cluster.barrier()
         began = time.perf_counter()

@@ -33,8 +33,8 @@ class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
     The state carries over from round to round. This object serves as the trainer's `Checkpoints`,
-    so the trainer passes its state to `save` at the end of `train`. All processes call each method
-    together.
+    so the trainer passes its state to `save` at the end of `train`. All processes must call each
+    method.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
@@ -129,7 +129,7 @@ def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 
     Random tokens in the job's folder replace the data if `synthetic` is set, or if the data comes
     from data.dataset and this dataset has no train.bin. The dataset `python` counts as present,
-    because `prepare_run` creates it. All processes call this together. Raises whatever
+    because `prepare_run` creates it. All processes must call this. Raises whatever
     `vocabulary_size` and `with_vocabulary` raise.
     """
     data = config.data

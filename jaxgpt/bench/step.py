@@ -59,7 +59,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
     """Return a dict of times, rates and memory sizes, as `Value`s or plain values.
 
     `n_rounds` must be at least 1. `n_steps` is the number of steps per round. If it is None,
-    `steps_per_round` chooses it. All processes call this together. Raises whatever `Rounds.train`
+    `steps_per_round` chooses it. All processes must call this. Raises whatever `Rounds.train`
     raises, and `RuntimeError` if JAX fails.
     """
     rounds.train(n_steps or WARM_UP)
@@ -91,7 +91,7 @@ def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dic
 def steps_per_round(rounds: Rounds) -> int:
     """Return the number of steps (1 to `MAX_STEPS`) that take about `ROUND_SECONDS`.
 
-    Runs `WARM_UP` steps to measure the step time. All processes call this together. Raises whatever
+    Runs `WARM_UP` steps to measure the step time. All processes must call this. Raises whatever
     `Rounds.run_compiled_step` raises.
     """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
@@ -137,7 +137,7 @@ def rates(
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
     """Return a compiled step's memory per device, and the peak memory use so far, in bytes.
 
-    All processes call this together. The peak is None if a process cannot measure it.
+    All processes must call this. The peak is None if a process cannot measure it.
     """
     planned = compiled.memory_analysis()
     size = planned.argument_size_in_bytes + planned.output_size_in_bytes

@@ -105,7 +105,7 @@ class Checkpoints:
     def open(self, tree: Tree) -> None:
         """Prepare for saving: remove interrupted saves, and create the local folder, if any.
 
-        `tree` contains the arrays to save or their shapes. All processes call this together.
+        `tree` contains the arrays to save or their shapes. All processes must call this.
 
         Raises:
             UsageError: on every process, if the run directory cannot be accessed or has too little
@@ -122,7 +122,7 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """Return whether checkpoint.interval or checkpoint.interval_minutes requires a save now.
 
-        All processes call this together after each step. checkpoint.interval_minutes is checked
+        All processes must call this after each step. checkpoint.interval_minutes is checked
         only every train.log_interval steps, using the clock of process 0.
         """
         checkpoint, train = self._config.checkpoint, self._config.train
@@ -142,7 +142,7 @@ class Checkpoints:
         checkpoint.local is set, the checkpoint of this step is removed only from there.
 
         If this save fails, the next `save`, `restore` or `close` reports the error. A failed copy
-        may go unreported until the second `save` after this one. All processes call this together.
+        may go unreported until the second `save` after this one. All processes must call this.
 
         Args:
             step: the step after which `tree` was computed.
@@ -191,7 +191,7 @@ class Checkpoints:
     def restore(self, step: int, shapes: Tree) -> tuple[Tree, dict[str, Any]]:
         """Restore a checkpoint bit for bit. Return its arrays and its JSON (see `read_meta`).
 
-        This first waits for saves in progress. All processes call this together.
+        This first waits for saves in progress. All processes must call this.
 
         Args:
             shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
@@ -222,7 +222,7 @@ class Checkpoints:
     def close(self, is_final: bool = True) -> None:
         """Wait for all saves, and remove the checkpoints that the retention settings do not keep.
 
-        All processes call this together. If `is_final`, the newest save is the run's last.
+        All processes must call this. If `is_final`, the newest save is the run's last.
 
         Raises:
             UsageError: under the same conditions as in `save`, and if the run's last save failed.

@@ -27,7 +27,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
     A path looks like params/norm/scale. Each element's bits and position are hashed. The checksum
     is the sum of all hashes modulo 2^32, so it does not depend on the sharding. Changing a single
-    element always changes the checksum. All processes call this together.
+    element always changes the checksum. All processes must call this.
 
     There must be at least one array. Each array must have at least one element, a numeric dtype of
     8 to 32 bits, and a `NamedSharding`. All shardings must use the same mesh.
@@ -45,7 +45,7 @@ def sums_by_device(arrays: Sequence[jax.Array]) -> np.ndarray:
     """Return the contribution of each device's shard to the checksum of each array.
 
     The result is uint32 (devices, arrays), with devices in the order of the flattened mesh. The
-    arrays must satisfy the conditions of `checksums`. All processes call this together.
+    arrays must satisfy the conditions of `checksums`. All processes must call this.
     """
     return np.asarray(_compiled(tuple(array.sharding for array in arrays))(arrays))
 

@@ -39,7 +39,7 @@ class LocalFolder:
         self.directory = Path(folder).absolute() / f"{run.name}-{digest}"
 
     def open(self, cluster: ProcessGroup) -> None:
-        """Create the folder and remove interrupted saves. All processes call this together.
+        """Create the folder and remove interrupted saves. All processes must call this.
 
         Raises `UsageError` on every process if the folder is not writable or not visible to all
         processes.

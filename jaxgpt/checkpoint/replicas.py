@@ -13,14 +13,14 @@ from jaxgpt.checkpoint.checksums import devices_by_part, sums_by_device
 
 
 def devices_that_differ(params: Any) -> list[int]:
-    """Return the devices on which a parameter differs from its replicas.
+    """Return the devices whose copy of a parameter differs from the other replicas.
 
     For each shard, the most common checksum is considered correct, and the devices with other
     checksums are returned. If the most common checksum is not unique (for example, if there are
     only two replicas and they differ), all devices that hold the shard are returned. Shards without
     replicas are not checked.
 
-    The arrays in `params` must satisfy the conditions of `checksums`. All processes call this
+    The arrays in `params` must satisfy the conditions of `checksums`. All processes must call this
     together and get the same result.
 
     Returns:

@@ -28,7 +28,7 @@ class Machine:
     device: str  # key of `jaxgpt.perf.hardware.DEVICES`
     devices_per_host: int
     high_speed_suffix: str | None = None  # suffix of host names on the high-speed network
-    cpu_bind: str | None = None  # for PALS: `list:` and the cores of each device
+    cpu_bind: str | None = None  # for PALS: `list:`, followed by the cores of each device
     cpus_per_host: int | None = None  # number of logical CPUs that Slurm allocates per host
     srun_options: str = ""  # placeholders: {cpus} and {devices} per process
 

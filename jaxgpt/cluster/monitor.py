@@ -335,7 +335,10 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """On process 0, add a value to a collective, and send all values once they have arrived."""
+        """Record a process's value for a gather. When all have arrived, send them to each process.
+
+        Only process 0 calls this.
+        """
         self._parts[rank] = value
         if len(self._parts) == self.size:
             answer = encode("gathered", [value for _, value in sorted(self._parts.items())])

@@ -277,7 +277,7 @@ def _connect_over_mpi(
 ) -> tuple[Launch, socket.socket | None]:
     """Return `launch` with the rank and size from MPI, and the socket for `Monitor.connect`.
 
-    All processes call this together, after `start_mpi`. The socket is None for a single process.
+    All processes must call this, after `start_mpi`. The socket is None for a single process.
     Raises `PeerLost` if process 0 cannot be reached within `ANSWER` seconds or cannot listen on a
     port.
     """

@@ -157,7 +157,7 @@ class StopSignal:
     def reached(self, step: int) -> bool:
         """Return whether all processes have agreed to stop after `step`.
 
-        All processes call this once per step.
+        All processes must call this once per step.
         """
         now = time.monotonic()
         if self._step_began is not None:

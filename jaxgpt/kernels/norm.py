@@ -56,7 +56,7 @@ def normalized(x_BTD: jax.Array, scale_D: jax.Array, epsilon: float, centered: b
     Mean and variance are computed over the last axis. If `centered` is False, the mean is replaced
     by 0, and the variance by the mean of x^2. `scale_D` is float32.
 
-    For the backward pass, this keeps the scale, two numbers per token, and x in its own dtype.
+    For the backward pass, this keeps x in its own dtype, the scale, and two numbers per token.
     JAX's own gradient would keep several float32 arrays of x's shape. Inside `shard_map`, the scale
     must be marked as varying along the same mesh axes as x. `parallel.zero.local_params` does this.
     """

@@ -83,7 +83,7 @@ def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -
 
 
 def tensor_crosses_hosts_warning(shape: MeshShape, hosts: Sequence[int]) -> tuple[str, ...]:
-    """Return a tuple with a warning if a group of devices along `tensor` spans hosts.
+    """Return a tuple with one warning if a tensor-parallel group spans hosts.
 
     Otherwise, the tuple is empty.
 

@@ -99,7 +99,7 @@ class LayerGroups(NamedTuple):
 
 
 class Network(NamedTuple):
-    """A stage's network, with weights gathered for all ticks of a step.
+    """A stage's network, with its weights gathered once for all ticks of a step.
 
     The gradients with respect to the accumulators are not reduced over devices.
     """

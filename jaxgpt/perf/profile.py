@@ -37,7 +37,7 @@ class Tracing:
     """A trace that all processes are recording. Only process 0 keeps its trace files."""
 
     def __init__(self, directory: Path, cluster: ProcessGroup, pending: Any):
-        """Wait for the arrays in `pending`, then start the trace. All processes call this.
+        """Wait for the arrays in `pending`, then start the trace. All processes must call this.
 
         Process 0 writes the trace to `directory`. Every other process uses a temporary folder, and
         raises `OSError` if it cannot create this folder. Raises `RuntimeError` if JAX fails, for
@@ -55,9 +55,9 @@ class Tracing:
     def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarize it.
 
-        All processes call this. `hlo` is `compiled.as_text()` of the step. Returns the result of
-        `summary`, with `bytes` and `flops` (per step and device) added to each of its `parts`. The
-        result also contains `may_be_incomplete`, which is True if the step runs on GPUs and the
+        All processes must call this. `hlo` is `compiled.as_text()` of the step. Returns the result
+        of `summary`, with `bytes` and `flops` (per step and device) added to each of its `parts`.
+        The result also contains `may_be_incomplete`, which is True if the step runs on GPUs and the
         operations take less than half of the step time.
 
         Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
@@ -88,9 +88,10 @@ class StepProfile:
     """Traces the steps in `profile_steps`, and logs a summary with the reporter `log`.
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
-    step. All processes call every method. The constructor raises `UsageError` if `profile_steps` is
-    invalid. `before` raises whatever `Tracing()` raises. `after` and `close` raise whatever
-    `Tracing.stop` raises and, on process 0, `BrokenPipeError` if the output pipe is closed.
+    step. All processes must call each method. The constructor raises `UsageError` if
+    `profile_steps` is invalid. `before` raises whatever `Tracing()` raises. `after` and `close`
+    raise whatever `Tracing.stop` raises and, on process 0, `BrokenPipeError` if the output pipe is
+    closed.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):

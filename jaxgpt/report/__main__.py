@@ -209,7 +209,7 @@ def goodput_report(run: RunFiles, width: int) -> str:
 def spikes_report(run: RunFiles, width: int, png: Path | None) -> str:
     """Return a run's spikes, skips and rewinds as text, and plot the loss curve.
 
-    The table is at most `width` columns wide. The plot is written to the file `png`. If `png` is
+    Lines have at most `width` characters. The plot is written to the file `png`. If `png` is
     None, nothing is plotted.
 
     Raises `UsageError` if the plot cannot be written or matplotlib is missing.

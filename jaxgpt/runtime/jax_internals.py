@@ -10,7 +10,7 @@ import functools
 def set_gloo_hostname(address: str) -> bool:
     """Make Gloo, the collectives library for CPUs, listen on `address` on this host.
 
-    Call this before JAX creates its first device. Returns True. Reason: By default, Gloo listens on
+    Call this before JAX initializes its backends. Returns True. Reason: By default, Gloo listens on
     the address that the host name resolves to, and JAX has no setting to change this. On Debian,
     this address is 127.0.1.1, which no other host can reach. Fallback: return False and let Gloo
     choose the address.

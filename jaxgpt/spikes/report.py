@@ -48,7 +48,7 @@ def skipped_ranges(records: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def spikes_table(records: list[dict[str, Any]], width: int = LOG_WIDTH) -> str:
     """Return a table of the spikes, skips and rewinds in a run's records, sorted by step.
 
-    The table is at most `width` columns wide. If there are no such events, return `no spikes, skips
+    Lines have at most `width` characters. If there are no such events, return `no spikes, skips
     or rewinds`.
     """
     rows = sorted(_rows(records), key=lambda row: row[0])

@@ -54,5 +54,5 @@ class SupervisorLink:
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            self._connection = None  # the next record connects again
+            self._connection = None  # writing the next record reconnects
             raise

@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> None:
 def _count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, str]:
     """Compute train.batch_size from train.batch_size_per_device.
 
-    Returns the new configuration, the number of devices, and a line for the log. All processes call
-    this together. Raises `UsageError` if the mesh does not fit the devices or the model, if
+    Returns the new configuration, the number of devices, and a line for the log. All processes must
+    call this. Raises `UsageError` if the mesh does not fit the devices or the model, if
     JAX_NUM_CPU_DEVICES is invalid, or if the batch is too large.
     """
     n_devices = count_devices(mesh_shape(config), cluster)

@@ -31,7 +31,7 @@ def make_evaluator(
     The losses are in nats per token, weighted by the loss weights. A loss is NaN if all weights are
     0. If the data has several corpora, the record also has each corpus's losses (None if the corpus
     has no targets). Every call evaluates the same train.eval_iters microbatches of each split, and
-    calls `heartbeat(activity)` before each microbatch. All processes call the function together.
+    calls `heartbeat(activity)` before each microbatch. All processes must call the function.
     The function raises `UsageError` if the data is invalid or cannot be read.
     """
     loaders = {
@@ -77,7 +77,7 @@ def make_sampler(
 
     The text is train.sample_prompt followed by train.sample_tokens tokens. Every call uses the same
     seed. The function returns None if the data has no tokenizer or train.sample_tokens is 0. All
-    processes call the function together. Raises `UsageError` if the tokenizer cannot encode
+    processes must call the function. Raises `UsageError` if the tokenizer cannot encode
     train.sample_prompt.
     """
     tokenizer, train = dataset.tokenizer, config.train

@@ -49,7 +49,7 @@ def train(
 
     The status is `exits.DONE`, `exits.STOPPED` (the run can be resumed) or `exits.FAILED` (the run
     cannot recover from loss spikes, non-finite steps or a faulty device). `facts` is the result of
-    `initialize_jax`. All processes call this together.
+    `initialize_jax`. All processes must call this.
 
     Raises:
         UsageError: if the configuration is invalid or does not fit the devices, if the data is
@@ -102,7 +102,7 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
     """Train until the run ends or stops; restart it after corruption or a loss spike.
 
     If the run cannot restart, the result has a `failure`. The caller must not use `state`
-    afterwards, because the first step donates it. All processes call this together. Raises the same
+    afterwards, because the first step donates it. All processes must call this. Raises the same
     errors as `run_steps`, `before_spike`, `after_corruption` and `restart_from`, except `NoRewind`
     and `DeviceFailed`.
     """
@@ -131,7 +131,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     """Train from the step after `run.resume_step` until the run ends, stops, fails or must restart.
 
     The first step donates `state`, so the caller must not use it afterwards. All saves have
-    finished when this returns. All processes call this together.
+    finished when this returns. All processes must call this.
 
     Raises:
         UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
@@ -212,7 +212,7 @@ def _find_corruption(
     """Return the mesh indices of devices whose parameters differ from their replicas.
 
     If train.verify_interval is set, replicas are compared at this interval and before every save.
-    The result is empty if no comparison is due. All processes call this together.
+    The result is empty if no comparison is due. All processes must call this.
     """
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):
@@ -227,7 +227,7 @@ def evaluate_and_sample(
     """Log an evaluation, a sample or both after a step.
 
     `kinds` contains "eval", "sample" or both. If samples are disabled or the data has no tokenizer,
-    no sample is logged. All processes call this together.
+    no sample is logged. All processes must call this.
 
     Raises:
         UsageError: if the data is invalid or cannot be read.
@@ -247,7 +247,7 @@ def evaluate_and_sample(
 def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
-    All processes call this together. Raises the same errors as `Checkpoints.save`, and
+    All processes must call this. Raises the same errors as `Checkpoints.save`, and
     `BrokenPipeError` on process 0 if the output pipe is closed.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time

@@ -66,7 +66,7 @@ def restart_from(
     damaged, the run uses the newest earlier checkpoint that is undamaged (unless
     checkpoint.on_damage=refuse). Nothing is renamed or removed until all processes have read the
     checkpoint. After that, damaged checkpoints are quarantined, any rewind is committed, and the
-    abandoned checkpoints and records are removed. All processes call this together.
+    abandoned checkpoints and records are removed. All processes must call this.
 
     Raises:
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
@@ -122,7 +122,7 @@ def _as_of(
 ) -> Run:
     """Return a copy of the run with the checkpoint's JSON, steps to skip and missing records.
 
-    All processes call this together. Raises `UsageError` and `OSError`, as `restart_from` does.
+    All processes must call this. Raises `UsageError` and `OSError`, as `restart_from` does.
     """
 
     def on_process_0() -> dict[str, Any] | None:
@@ -185,7 +185,7 @@ def _read_state(run: Run, job: Job) -> TrainState:
 def initial_state(steps: CompiledFunctions, cluster: ProcessGroup) -> TrainState:
     """Return the state before the first step, initialized from train.seed.
 
-    All processes call this together. Raises `RuntimeError` if JAX fails, for example because it
+    All processes must call this. Raises `RuntimeError` if JAX fails, for example because it
     runs out of memory.
     """
     init = steps.init.lower().compile()
@@ -200,7 +200,7 @@ def load_weights(
 
     `folder` is a run directory or the output of jaxgpt.convert, and `step` selects one of its
     checkpoints. A learned position-embedding table is truncated to its first model.block_size rows.
-    All processes call this together.
+    All processes must call this.
 
     Raises:
         DamagedCheckpoint: on every process, if the weight arrays are damaged.
@@ -231,7 +231,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
     """Return the checkpoint to rewind to after a loss spike, and the cause of the restart.
 
     The checkpoint is None for the state before the first step. `last` is the last completed step.
-    All processes call this together.
+    All processes must call this.
 
     Raises:
         NoRewind: on every process, if the run cannot rewind.
@@ -266,7 +266,7 @@ def after_corruption(
 
     The result is the newest checkpoint with intact JSON, or None for the state before the first
     step. If train.verify_interval is set, checkpoints are saved only if replicas agree. All
-    processes call this together.
+    processes must call this.
 
     Args:
         devices: mesh indices of devices whose parameters differ from their replicas.

@@ -124,7 +124,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     Process 0 makes all decisions and broadcasts them. It creates the run directory and, if the file
     system supports locks, locks it until the job ends. If necessary, it prepares the dataset
     `python` and the initial weights, and copies checkpoints from checkpoint.local. The other
-    processes then open the same data. All processes call this together.
+    processes then open the same data. All processes must call this.
 
     Raises:
         UsageError: on every process, if the configuration is invalid or does not fit the job, if

@@ -149,7 +149,7 @@ def state_from_checkpoint(
 def restore_state(checkpoints: Checkpoints, step: int, shapes: TrainState) -> TrainState:
     """Return the state that was saved after `step`, with the shapes and shardings of `shapes`.
 
-    All processes call this together. Raises the same errors as `Checkpoints.restore`.
+    All processes must call this. Raises the same errors as `Checkpoints.restore`.
     """
     return state_from_checkpoint(*checkpoints.restore(step, checkpoint_tree(shapes)), shapes)
 

@@ -93,7 +93,7 @@ def train_step(
     parameters and optimizer state stay bitwise unchanged.
 
     Args:
-        step: number of the step, counted from 1: int32 scalar.
+        step: step number, starting at 1: int32 scalar.
         lr: learning rate of the step, from `optim.schedule.learning_rate`: float32 scalar.
         token_rows: the global batch, as the loader supplies it: int32 (B, T+1) or `TokenRows`.
     """

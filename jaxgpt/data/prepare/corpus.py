@@ -184,7 +184,7 @@ def _count(parts: Sequence[Part], splits: Sequence[str]) -> int:
 
 
 def _has_ended(parts: Sequence[Part], splits: Sequence[str]) -> bool:
-    """Return whether the last document in the given splits of all parts is complete.
+    """Return whether the last part with tokens in the given splits ends with a complete document.
 
     Returns False if these splits have no tokens.
     """

@@ -116,7 +116,7 @@ def goodput_line(records: Sequence[GoodputRecord]) -> str:
 def goodput_table(records: Sequence[GoodputRecord], width: int) -> str:
     """Return a table with the seconds and the share of each activity.
 
-    The table is at most `width` columns wide. `records` must be sorted, oldest first. Activities
+    Lines have at most `width` characters. `records` must be sorted, oldest first. Activities
     that are not in `TIMES` have no row, but count toward the total.
     """
     total = account(records)

@@ -206,7 +206,7 @@ class Reporter:
     def step(self, step: int, metrics: Metrics | None, known: list[StepMetrics]) -> None:
         """Report a step that was dispatched or, if `metrics` is None, skipped.
 
-        `known` is the result of `MetricsBuffer.read` for this step. All processes call this
+        `known` is the result of `MetricsBuffer.read` for this step. All processes must call this
         together. After the first training step, this waits for the step to finish, gathers the
         start-up times of all processes and writes startup.json. Raises `UsageError` on process 0 if
         startup.json cannot be written.
