@@ -141,10 +141,10 @@ IGNORED = """
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend attention
     tensorboard_dir log_timers_to_tensorboard log_optimizer_states_to_tensorboard
-    group_query_attention max_position_embeddings use_flash_attn use_flash_attn_v1
-    use_flash_attn_v2 use_flash_attn_triton use_flash_attn_builder attention_backend deepspeed
-    no_pipeline_parallel deepspeed_activation_checkpointing recompute_method
-    recompute_num_layers checkpoint_num_layers no_query_key_layer_scaling
+    group_query_attention max_position_embeddings no_position_embedding use_flash_attn
+    use_flash_attn_v1 use_flash_attn_v2 use_flash_attn_triton use_flash_attn_builder
+    attention_backend deepspeed no_pipeline_parallel deepspeed_activation_checkpointing
+    recompute_method recompute_num_layers checkpoint_num_layers no_query_key_layer_scaling
     no_masked_softmax_fusion no_bias_swiglu_fusion no_bias_dropout_fusion
     no_gradient_accumulation_fusion no_async_tensor_model_parallel_allreduce no_rope_fusion
     accumulate_allreduce_grads_in_fp32 cross_entropy_loss_fusion calculate_per_token_loss
@@ -156,8 +156,8 @@ IGNORED = """
     profile_step_end profiler profiler_steps module job.description metrics.enable_tensorboard
     metrics.enable_wandb compile.enable compile.components
     shuffle_sample shuffle_sample_in_corpus blend_sample_in_corpus dataset_type
-    use_iota_embed reuse_example_batch
-    trainer.eval_per_device_parallelism transformer_impl use_mics
+    use_iota_embed reuse_example_batch max_segments_per_seq
+    trainer.ray.auto_start_cluster trainer.eval_per_device_parallelism transformer_impl use_mics
     hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale
 """
 
@@ -167,6 +167,7 @@ NEUTRAL = {
     "ici_context_parallelism dcn_context_parallelism": "1",
     "expert_model_parallel_size expert_parallel_degree": "1",
     "rotary_percent": "1 1.0",
+    "trainer.per_device_parallelism": "-1",
     "init_method_std": "0.02 .02",
     "make_vocab_size_divisible_by": "128",
     "eval_only": "False false",
@@ -283,6 +284,7 @@ KEY_SUGGESTIONS = {
     ),
     # the model and the optimizer
     "max_position_embeddings": "model.block_size sets the number of positions",
+    "no_position_embedding": "model.position chooses learned or rotary positions",
     "apply_layernorm_1p": "use model.norm=rmsnorm_1p, if the norm is RMSNorm",
     "init_method_std word_embedding_init_std adjust_word_embedding_init": (
         "weights are always initialized as in GPT-2, with a standard deviation of 0.02"
@@ -308,6 +310,7 @@ KEY_SUGGESTIONS = {
         "groups of layers on each stage"
     ),
     "expert_model_parallel_size expert_parallel_degree": "mixture of experts is not supported",
+    "cpu_optimizer": "use parallel.offload=moments, unless the model is split into stages",
     "use_mics": "to shard over groups of F devices, use --mesh D,F,T",
     "fp8 fp8_format": "use train.matmul_dtype=float8",
     "fp8_amax_history_len fp8_amax_compute_algo": (
@@ -324,6 +327,7 @@ KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
 VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "train.dtype=fp8 train.dtype=float8": "use train.dtype=bfloat16 train.matmul_dtype=float8",
+    "train.eval_iters=0": "use train.eval_interval=0 to evaluate only after the last step",
     "optimizer.schedule=linear": (
         "use optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, where N is "
         "optimizer.lr_decay_iters - optimizer.warmup_iters, so that the decay begins after warm-up"

@@ -369,6 +369,7 @@ def test_unknown_devices_give_the_formula_of_the_microbatches():
         "--save ck --load ck",
         "--blend-sample-in-corpus",
         "--merge-file m",
+        "--no-position-embedding",
         "--tokenizer-type GPT2BPETokenizer --merge-file m",
     ],
 )
