@@ -39,7 +39,7 @@ ASSUMPTIONS = (
     f"matmuls reach {MATMUL_EFFICIENCY:.0%} of the dense peak",
     "the time to read and write activations and weights at "
     f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth adds to the time of matmuls",
-    "collectives use a ring at the peak rate of its slowest link, and each hop takes "
+    "collectives use a ring at the peak rate of its slowest link, and a hop takes "
     f"{LATENCY['link'] * 1e6:.1f} us within a host and "
     f"{LATENCY['network'] * 1e6:.1f} us between hosts",
     f"communication over {' and '.join(axes_with('splits_batch'))} overlaps with computation, "
