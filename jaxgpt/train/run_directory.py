@@ -261,7 +261,8 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 def open_run_data(config: Config) -> Dataset:
     """Open the data of a run. Raises `UsageError` as `open_dataset` does.
 
-    If train.init_from is set, errors about the vocabulary mention this setting.
+    If train.init_from is set and the data's vocabulary is larger than model.vocab_size, the error
+    message names train.init_from instead of model.vocab_size.
     """
     try:
         return open_dataset(config.data, config.model)
@@ -270,9 +271,10 @@ def open_run_data(config: Config) -> Dataset:
         if config.train.init_from is None or not str(error).startswith(key):
             raise
         raise UsageError(
-            f"train.init_from={config.train.init_from}: has a vocabulary of "
+            f"train.init_from={config.train.init_from}: the model has a vocabulary of "
             f"{config.model.vocab_size}; {str(error).removeprefix(key).partition(';')[0]}; prepare "
-            "the data with the tokenizer that belongs to the weights"
+            "the data with the tokenizer that belongs to the weights, and do not set "
+            "model.vocab_size"
         ) from None
 
 

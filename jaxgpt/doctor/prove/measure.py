@@ -72,8 +72,8 @@ class Commands:
     """Runs the commands of one check, and appends their output to `log` in the check's folder.
 
     If a call to `run`, `report` or `json` reaches the time limit, its output is lost. When a call
-    ends, the remaining processes in the command's session are killed. All methods raise `OSError`
-    if the log cannot be written.
+    ends, the remaining processes in the command's process group are killed. All methods raise
+    `OSError` if the log cannot be written.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Commands:
         stderr: Any,
         variables: Mapping[str, str],
     ) -> Iterator[subprocess.Popen[str]]:
-        """Start a command; at the end of the block, kill it and all processes in its session."""
+        """Start a command; at the end of the block, kill it and its process group."""
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
             errors="replace", env={**os.environ, **variables}, start_new_session=True,
