@@ -18,7 +18,7 @@ from jaxgpt.cluster.hardware import raise_open_file_limit
 from jaxgpt.config import UsageError
 
 PAGE = 16384  # bytes
-# Number of pages (64 MiB) to hash and check per split, divided among the sources.
+# Number of pages to hash and check per split (64 MiB in total), divided among the sources.
 SAMPLED_PAGES = 4096
 OTHER_FILES = 512  # allowance for other open files
 

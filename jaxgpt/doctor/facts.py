@@ -1,4 +1,4 @@
-"""Facts about a process, its host and its devices, which `checks.py` evaluates."""
+"""Facts about a process, its host and its devices, for the checks in `checks.py`."""
 
 import glob
 import os

@@ -323,7 +323,7 @@ class GPT(nnx.Module):
         Args:
             run: function of a block, its index in `layer_pattern` (`place`), its input and x.
             carry: input of the first block.
-            of_layers: tree of arrays with x for all blocks, stacked along the leading axis.
+            of_layers: tree of arrays that stack x of all blocks along the leading axis.
 
         Returns:
             The last carry, and `out` for all blocks, stacked along the leading axis.

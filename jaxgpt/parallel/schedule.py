@@ -117,7 +117,7 @@ ACCUMULATE = Schedule(run_all_blocks, accumulate)
 def split_microbatches(arrays: Any, n_parts: int) -> Any:
     """Split arrays (B, ...) into (n_parts, B / n_parts, ...).
 
-    Part i holds the rows i, i + n_parts, and so on. `n_parts` must divide B.
+    Part i holds rows i, i + n_parts, and so on. `n_parts` must divide B.
     """
 
     def split(x: jax.Array) -> jax.Array:

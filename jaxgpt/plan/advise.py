@@ -192,7 +192,7 @@ def _compile(estimated: Plan) -> Plan:
         if remat == "attention" and not estimated.program.stores_scores:
             continue
         config = estimated.config.replace(parallel__remat=remat)
-        print(f"compiling mesh {plan.mesh} with remat={remat}", file=sys.stderr)
+        print(f"compiling for mesh {plan.mesh} with remat={remat}", file=sys.stderr)
         plan = plan_layout(config, plan.mesh, plan.device, plan.devices_per_host)
         if plan.fits:
             break
@@ -200,7 +200,7 @@ def _compile(estimated: Plan) -> Plan:
 
 
 def _different(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Yield the plans, keeping at most two whose meshes differ only in `data` and `fsdp`."""
+    """Yield at most two plans from each set whose meshes differ only in `data` and `fsdp`."""
     seen: Counter[tuple[int, ...]] = Counter()
     for plan in plans:
         others = tuple(plan.mesh.split_of(role) for role in _SPLITS)

@@ -66,7 +66,9 @@ def decide_rewind(
     last: int,
     sizes: BatchSizes,
 ) -> dict[str, Any]:
-    """Return the rewind for a spike without committing it. See `read_rewinds` for the format.
+    """Return the rewind that a spike causes, without starting it.
+
+    See `read_rewinds` for the format.
 
     Args:
         config: the configuration; spike.action must be rewind.

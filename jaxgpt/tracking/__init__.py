@@ -31,8 +31,8 @@ class Tracker(Protocol):
     def open(self, run: Any, resume_step: int | None) -> None:
         """Start a new run, or continue after step `resume_step` and drop all later steps.
 
-        Records of `PERSISTENT_KINDS` may be kept. `run` has a `directory` and a `config`.
-        `resume_step` is None for a new run.
+        Records whose kind is in `PERSISTENT_KINDS` may be kept. `run` has a `directory` and a
+        `config`. `resume_step` is None for a new run.
         """
 
     def log(self, record: Record) -> None:
@@ -41,7 +41,7 @@ class Tracker(Protocol):
     def rewind(self, step: int) -> None:
         """Drop all steps after `step`, because the run will repeat them.
 
-        Records of `PERSISTENT_KINDS` may be kept.
+        Records whose kind is in `PERSISTENT_KINDS` may be kept.
         """
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Width of the output terminal in columns, or None if there is no terminal.
+        """Width of the terminal in columns, or None if the output is not a terminal.
 
         If stdout is a terminal, the environment variable COLUMNS overrides its width, and an
         unknown width counts as 80. If mpiexec on this host forwards the output through a pipe, this

@@ -33,10 +33,10 @@ class JsonLines:
     def open(self, run: Any, resume_step: int | None) -> None:
         """Open the file, and drop the steps that the run will repeat.
 
-        Records of `PERSISTENT_KINDS` are kept. If the file has other records and `resume_step` is
-        None, it is first copied to metrics.jsonl.old (or metrics.jsonl.old.2 and so on). Raises
-        `UsageError` if the file or the copy cannot be written, and `OSError` if the file exists but
-        cannot be read.
+        Records whose kind is in `PERSISTENT_KINDS` are kept. If the file has other records and
+        `resume_step` is None, it is first copied to metrics.jsonl.old (or metrics.jsonl.old.2 and
+        so on). Raises `UsageError` if the file or the copy cannot be written, and `OSError` if the
+        file exists but cannot be read.
         """
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None

@@ -80,8 +80,8 @@ def check_resume(
 ) -> list[str]:
     """Check that a run can resume from a checkpoint; return log lines about changes.
 
-    `step` and `meta` are the step and the JSON of the checkpoint. Raises `UsageError` if the run
-    cannot resume from this checkpoint, or if the data cannot be read.
+    `step` is the step of the checkpoint, and `meta` its JSON metadata. Raises `UsageError` if the
+    run cannot resume from this checkpoint, or if the data cannot be read.
     """
     checkpoint = directory / "checkpoints" / str(step)
     if meta.get(WEIGHTS_ONLY):
@@ -375,7 +375,7 @@ def ranges_to_skip(
         asked: the ranges in train_range_to_skip.
         rewound: the ranges that the run's rewinds skip.
         step: the step of the checkpoint; None at the start of a run.
-        meta: the JSON of the checkpoint; not used at the start of a run.
+        meta: JSON metadata of the checkpoint; not used at the start of a run.
     """
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []
