@@ -56,7 +56,10 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
     finally:
         if (parts := directory / PARTS).is_dir():
             print(f"finished files are in {parts}; run again to continue", file=sys.stderr)
-    print("\n".join([*lines, f"wrote {directory}"]))
+    written = f"wrote {directory}"
+    if arguments.command == "text" and arguments.format == "nanogpt":
+        written += f"; train on it with data.path={directory}"
+    print("\n".join([*lines, written]))
 
 
 def check_options(arguments: argparse.Namespace) -> None:

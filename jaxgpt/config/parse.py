@@ -24,6 +24,7 @@ from jaxgpt.config.schema import Config, settings
 from jaxgpt.config.translate import CommandLine, translate, unknown_key
 from jaxgpt.config.validate import (
     Choices,
+    check_choice,
     check_choices,
     describe_batch_size,
     mesh_shape,
@@ -153,7 +154,7 @@ def parse_args(
     in_file += [
         f"{error} (set in {base})"
         for key, words in values.items()
-        if key not in given and (error := _error_in(key, words))
+        if key not in given and (error := _error_in(key, words, choices))
     ]
     is_preset = base in presets().values()
     model = {}
@@ -174,7 +175,7 @@ def parse_args(
         check_choices(config, given, choices)
         return config
 
-    wrong = {key: error for key, words in given.items() if (error := _error_in(key, words))}
+    wrong = {key: text for key, words in given.items() if (text := _error_in(key, words, choices))}
     if in_file:  # no command works until the file is corrected
         raise UsageError(*_in_lines([*in_file, *line.problems, *wrong.values()]))
     if line.problems or wrong:
@@ -259,10 +260,11 @@ def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
     return with_batch_size(config, shape)
 
 
-def _error_in(key: str, words: Sequence[str]) -> str:
+def _error_in(key: str, words: Sequence[str], choices: Choices) -> str:
     """Return the error message for a setting's value, or an empty string if the value is valid."""
     try:
-        parse_value(key, settings()[key], words)
+        value = parse_value(key, settings()[key], words)
+        check_choice(key, value, choices.get(key, (value,)))
     except UsageError as error:
         return str(error)
     return ""
@@ -338,7 +340,7 @@ def train_command(
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
-    wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words))}
+    wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words, {}))}
     given, left_out = _corrected(line, wrong)
     default = config if line.default_config == "tiny" else line.default_config
     if default is not None and "config" not in given:

@@ -435,8 +435,15 @@ def _set_strategy(line: CommandLine) -> None:
         line.notes.append(
             f"{shown}: means parallel.zero_stage={stage}, with all devices on the mesh axis {axis}"
         )
-    if "zero_stage" in later:  # the flag is more specific than the file
-        stage = 1 if later["zero_stage"] != ["0"] else 0
+    if "zero_stage" in later:
+        if stage is not None and later["zero_stage"] != [str(stage)]:
+            line.words["parallel.zero_stage"] = [str(stage)]
+            line.notes.append(
+                f"{line.shown['zero_stage']}: ignored, because DeepSpeed takes the ZeRO stage from "
+                "its configuration file"
+            )
+        elif stage is None:
+            stage = 1 if later["zero_stage"] != ["0"] else 0
     elif stage is not None:
         line.words.setdefault("parallel.zero_stage", [str(stage)])
     if stage is not None:

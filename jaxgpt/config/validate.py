@@ -1,13 +1,13 @@
 """Checks that involve more than one setting. The types in the schema check single settings."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxgpt.config.errors import UsageError
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.schedule import profile_range, skip_ranges, step_ranges
-from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig
+from jaxgpt.config.schema import Config, ModelConfig, OptimizerConfig, settings
 
 MAX_UNROLLED_LAYERS = 512  # limit if layers are not scanned; GPT-3 has 96
 MAX_ELEMENTS = 10**15  # limit on the number of weights in all matrices of a model
@@ -57,6 +57,10 @@ def validate(config: Config) -> None:
     }
     for key, path in paths.items():
         _require(path != "", f"{key}=: is empty; set a name, or leave it out")
+        _require(
+            path is None or path.partition("=")[0] not in settings(),
+            f"{key}={path}: is a setting, not a path; give {key} a value",
+        )
     sources = [f"data.{key}" for key in ("path", "blend", "file_list") if getattr(data, key)]
     _require(len(sources) <= 1, f"{' and '.join(sources)}: are both given; set only one of them")
     _require(
@@ -414,6 +418,12 @@ _SCHEDULES = {
 }
 
 
+def check_choice(key: str, value: Any, allowed: Collection[str]) -> None:
+    """Raise `UsageError` if a setting's value is not allowed."""
+    if value not in allowed:
+        raise UsageError(f"{key}={value}: must be one of {', '.join(allowed)}")
+
+
 def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: Choices) -> None:
     """Raise `UsageError` if a choice is unknown, or if a setting in `given` has no effect.
 
@@ -436,8 +446,7 @@ def check_choices(config: Config, given: Mapping[str, Sequence[str]], choices: C
     for key, uses in {"optimizer.schedule": _SCHEDULES, **choices}.items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if value not in uses:
-            raise UsageError(f"{key}={value}: must be one of {', '.join(uses)}")
+        check_choice(key, value, uses)
         for unused in sorted(set().union(*uses.values()) - set(uses[value])):
             if words := given.get(f"{section}.{unused}"):
                 raise UsageError(

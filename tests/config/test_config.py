@@ -274,6 +274,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
         (["checkpoint.keep_best=1", "train.eval_interval=70"], ["keep_best=1", "eval_interval=70"]),
         (["checkpoint.interval_minutes=0"], ["interval_minutes=0", "more than 0"]),
         (["checkpoint.local="], ["checkpoint.local=: is empty"]),
+        (["--out", "model.n_layer=9"], ["out=model.n_layer=9: is a setting, not a path"]),
         (["parallel.offload=state"], ["parallel.offload=state", "parallel.scan_layers=True"]),
     ],
 )

@@ -116,6 +116,10 @@ def test_deepspeed_takes_the_zero_stage_of_its_configuration(tmp_path, stage):
     config, _ = parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path={file}")
     assert config.parallel.zero_stage == stage
     assert config.parallel.mesh == ("1,-1,1" if stage else "-1,1,1")
+    for flag in (1, 2):  # Megatron-DeepSpeed passes the file to DeepSpeed, which ignores the flag
+        config, notes = parse(f"--deepspeed --zero-stage {flag} --deepspeed_config {file}")
+        assert config.parallel.zero_stage == stage
+        assert any(f"--zero-stage {flag}: ignored" in note for note in notes) == (flag != stage)
 
 
 @pytest.mark.parametrize("file", ["/nowhere.json", "~no-such-user/ds.json"])
@@ -190,6 +194,18 @@ def test_all_problems_are_in_one_message():
     assert header == "corrected command (without nonsense=1, a b, train.max_iters=many):"
     config, _ = parse(command.removeprefix("  python -m jaxgpt.train "))
     assert (config.model.n_layer, config.spike.action, config.train.seed) == (2, "off", 2)
+
+
+def test_a_wrong_choice_is_reported_with_the_other_problems():
+    with pytest.raises(UsageError) as caught:
+        parse_args(
+            ["optimizer.name=adam2", "train.max_iters=x"],
+            choices={"optimizer.name": {"adamw": (), "lion": ()}},
+        )
+    first, choice, value = str(caught.value).splitlines()
+    assert first == "2 problems"
+    assert choice == "  optimizer.name=adam2: must be one of adamw, lion"
+    assert value.startswith("  train.max_iters=x: ")
 
 
 def test_no_command_is_offered_if_nothing_can_be_corrected():
