@@ -69,10 +69,11 @@ def place_processes(
         n: total number of processes. If None, each host runs `per_host` processes.
         per_host: processes per host. If None, `n` is divided evenly among the hosts. If `n` is also
             None, the default is the first of these that is known: SLURM_NTASKS_PER_NODE, one
-            process per device (unless JAX_PLATFORMS=cpu), the smallest count in
-            SLURM_TASKS_PER_NODE (used only if SLURM_NTASKS is set), one process. The number of
-            slots in a host file is an upper limit. It also replaces the default of one process,
-            unless a variable such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
+            process per device (unless JAX_PLATFORMS=cpu; one process if a variable such as
+            CUDA_VISIBLE_DEVICES hides all devices), the smallest count in SLURM_TASKS_PER_NODE
+            (used only if SLURM_NTASKS is set), one process. The number of slots in a host file is
+            an upper limit. It also replaces the default of one process, unless a variable such as
+            JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
         spare: number of hosts to keep free, taken from the end of the list.

@@ -31,9 +31,9 @@ def muon(config: OptimizerConfig, parameters: Parameters) -> optax.GradientTrans
 
     The Nesterov momentum of each hidden matrix is orthogonalized and multiplied by
     0.2 sqrt(max(rows, columns)). With this factor from Moonlight (arXiv 2502.16982), AdamW's
-    learning rate and weight decay can be used unchanged. `qkv` holds three matrices per layer,
-    which are orthogonalized separately. AdamW updates embeddings, the output layer, norms and
-    biases. AdamW's learning rate follows the same schedule, and its peak is
+    learning rate and weight decay can be used unchanged. The matrices in `qkv`, `kv` and `gate_up`
+    are orthogonalized separately. AdamW updates embeddings, the output layer, norms and biases.
+    AdamW's learning rate follows the same schedule, and its peak is
     `optimizer.adamw_learning_rate` (by default, Muon's peak). If this key is set,
     `optimizer.learning_rate` must not be 0.
     """
