@@ -479,7 +479,7 @@ def test_a_continued_run_gives_up_after_tries_without_a_newer_checkpoint():
     words = ["--restarts", "5", "--give-up-after", "1", "--", "python", "-c", script, "8"]
     job = subprocess.run(
         [sys.executable, "-m", "jaxgpt.launch", *words],
-        capture_output=True, text=True, env=environment(), timeout=120,
+        capture_output=True, text=True, env=environment(), timeout=60,
     )  # fmt: skip
     assert job.returncode == 1
     assert job.stderr.count(" ended with status 1") == 1 and "--give-up-after 1" in job.stderr
@@ -494,7 +494,7 @@ def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(s
     while "attempt 1 ended with status 1" not in job.stderr.readline():
         assert job.poll() is None
     job.send_signal(signal.SIGTERM)
-    job.communicate(timeout=120)
+    job.communicate(timeout=60)
     assert job.returncode == status
 
 

@@ -264,7 +264,8 @@ def _error_in(key: str, words: Sequence[str], choices: Choices) -> str:
     """Return the error message for a setting's value, or an empty string if the value is valid."""
     try:
         value = parse_value(key, settings()[key], words)
-        check_choice(key, value, choices.get(key, (value,)))
+        if key in choices:
+            check_choice(key, value, choices[key])
     except UsageError as error:
         return str(error)
     return ""

@@ -419,9 +419,9 @@ def _set_split(line: CommandLine, words: list[str]) -> None:
 
 def _set_strategy(line: CommandLine) -> None:
     """Set the ZeRO stage, and the axis for remaining devices, from wordplay or DeepSpeed flags."""
-    later, stage = line.later, None
-    if "ds_config" in later:
-        stage = _stage_of(line, " ".join(later["ds_config"]))
+    later = line.later
+    in_file = _stage_of(line, " ".join(later["ds_config"])) if "ds_config" in later else None
+    stage = in_file
     if "backend" in later:
         shown, backend = line.shown["backend"], later["backend"][0].lower()
         known = {"ddp": 0, "fsdp": 3}
@@ -436,14 +436,13 @@ def _set_strategy(line: CommandLine) -> None:
             f"{shown}: means parallel.zero_stage={stage}, with all devices on the mesh axis {axis}"
         )
     if "zero_stage" in later:
-        if stage is not None and later["zero_stage"] != [str(stage)]:
-            line.words["parallel.zero_stage"] = [str(stage)]
+        if in_file is not None and later["zero_stage"] != [str(in_file)]:
+            later["zero_stage"] = line.words["parallel.zero_stage"] = [str(in_file)]
             line.notes.append(
                 f"{line.shown['zero_stage']}: ignored, because DeepSpeed takes the ZeRO stage from "
                 "its configuration file"
             )
-        elif stage is None:
-            stage = 1 if later["zero_stage"] != ["0"] else 0
+        stage = 1 if later["zero_stage"] != ["0"] else 0
     elif stage is not None:
         line.words.setdefault("parallel.zero_stage", [str(stage)])
     if stage is not None:

@@ -31,7 +31,7 @@ def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_
     elsewhere = ["-n", "1", "env", f"JAXGPT_DATA={tmp_path}", *program]
     job = subprocess.run(
         ["mpiexec", "-n", "1", *program, ":", *elsewhere],
-        capture_output=True, text=True, env=environment(), timeout=120,
+        capture_output=True, text=True, env=environment(), timeout=60,
     )  # fmt: skip
     assert job.returncode == 2
     errors = [line for line in job.stderr.splitlines() if line.startswith("error:")]

@@ -52,7 +52,7 @@ def run_steps(limit, save=0.0, numbers=(), prefix=()):
     assert job.stdout.readline() == "ready\n"
     for number in numbers:
         job.send_signal(number)
-    said = job.communicate(timeout=120)
+    said = job.communicate(timeout=60)
     assert job.returncode == 0, said
     return said
 

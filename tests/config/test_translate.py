@@ -122,6 +122,13 @@ def test_deepspeed_takes_the_zero_stage_of_its_configuration(tmp_path, stage):
         assert any(f"--zero-stage {flag}: ignored" in note for note in notes) == (flag != stage)
 
 
+def test_without_a_file_the_zero_stage_flag_replaces_that_of_the_backend():
+    for backend in ("FSDP", "deepspeed"):
+        config, notes = parse(f"{SHAKESPEARE} train.backend={backend} --zero-stage 2")
+        assert config.parallel.zero_stage == 2
+        assert not any("--zero-stage 2: ignored" in note for note in notes)
+
+
 @pytest.mark.parametrize("file", ["/nowhere.json", "~no-such-user/ds.json"])
 def test_an_unreadable_deepspeed_configuration_is_a_problem(file):
     with pytest.raises(UsageError, match="not readable .* use parallel.zero_stage=N"):

@@ -62,7 +62,7 @@ def test_a_signal_stops_all_at_the_same_step_with_a_checkpoint(tmp_path, number,
     )  # fmt: skip
     wait_for_step(out, 10, job)
     os.kill(processes_of(out)[-1] if to == "a process" else job.pid, number)
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 75, output
     assert gone(out)
     (saved,) = (int(p.name) for p in (out / "checkpoints").iterdir())
@@ -118,7 +118,7 @@ def test_ctrl_c_while_a_process_waits_for_the_others_ends_it(tmp_path):
         assert job.poll() is None, job.stdout.read()
         time.sleep(0.05)
     job.send_signal(signal.SIGINT)
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=60)
     assert (job.returncode, output) == (130, "")
 
 
@@ -129,7 +129,7 @@ def test_ctrl_c_while_a_process_waits_for_the_others_ends_it(tmp_path):
 def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
     out = tmp_path / "run"
     arguments = (*SMALL, "--mesh", "2,1,2", "--out", out, "train.eval_interval=5")
-    job = run(HERE / "faulty.py", where, rank, *arguments, processes=4, timeout=120)
+    job = run(HERE / "faulty.py", where, rank, *arguments, processes=4, timeout=60)
     assert job.returncode == 1, job.stdout
     assert job.stdout.rstrip().splitlines()[-1] == f"RuntimeError: planted in {where}"
     assert job.stdout.count("Traceback") == 1
@@ -140,7 +140,7 @@ def test_a_process_that_fails_takes_all_with_it(tmp_path, where, rank):
 def test_a_process_that_fails_while_restoring_takes_all_with_it(tmp_path):
     arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path)
     train_here(*arguments, "train.max_iters=2")
-    job = run(HERE / "faulty.py", "restore", 1, *arguments, processes=2, timeout=120)
+    job = run(HERE / "faulty.py", "restore", 1, *arguments, processes=2, timeout=60)
     assert job.returncode == 1, job.stdout
     assert job.stdout.rstrip().splitlines()[-1] == "RuntimeError: planted in restore"
     assert gone(tmp_path)
@@ -173,7 +173,7 @@ def test_a_process_without_room_on_its_disk_ends_all_with_a_sentence(tmp_path, i
 def test_a_job_goes_on_after_a_save_for_which_one_process_had_no_room(tmp_path):
     steps = ("train.max_iters=9", "checkpoint.interval=3", TIMEOUT)
     arguments = (*SMALL, "--mesh", "1,2,1", "--out", tmp_path, *steps)
-    job = run(HERE / "faulty.py", "disk6", 1, *arguments, processes=2, timeout=120)
+    job = run(HERE / "faulty.py", "disk6", 1, *arguments, processes=2, timeout=60)
     assert job.returncode == 0, job.stdout
     assert "Traceback" not in job.stdout
     (failed,) = records(tmp_path, "checkpoint_failed")
@@ -192,7 +192,7 @@ def test_a_job_goes_on_after_a_save_for_which_one_process_had_no_room(tmp_path):
 )
 def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how, statuses):
     arguments = (*SMALL, "--mesh", "1,1,2", "--out", tmp_path, "train.eval_interval=5")
-    job = run(HERE / "faulty.py", how, 1, *arguments, processes=2, timeout=120)
+    job = run(HERE / "faulty.py", how, 1, *arguments, processes=2, timeout=60)
     assert job.returncode in statuses, job.stdout
     assert gone(tmp_path)
 
@@ -341,7 +341,7 @@ def test_ctrl_c_that_also_kills_tee_saves_a_checkpoint(tmp_path, pipe):
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 3, job)
     os.killpg(job.pid, signal.SIGINT)  # as a terminal does
-    said = job.communicate(timeout=120)[1]
+    said = job.communicate(timeout=60)[1]
     assert job.returncode == 75, said
     end = (tmp_path / "run" / "train.log").read_text()
     assert "SIGINT: stopping after" in end and "stopped by SIGINT after step" in end

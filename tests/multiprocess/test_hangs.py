@@ -74,7 +74,7 @@ def test_a_job_of_which_one_process_stops_ends_with_70_and_says_where(tmp_path):
     )  # fmt: skip
     wait_for_step(tmp_path, 5, job)
     os.kill(process_of(tmp_path, 1), signal.SIGSTOP)
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 70, output
     (error,) = [line for line in output.splitlines() if line.startswith("error:")]
     # It said where it was up to 1.5 s before.

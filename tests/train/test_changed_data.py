@@ -90,7 +90,7 @@ def test_a_file_that_shrinks_during_a_run_ends_all_processes_with_a_sentence(lin
     )  # fmt: skip
     wait_for_step(out, 5, job)
     os.truncate(tmp_path / "corpus0" / "train.bin", 3001)
-    output, _ = job.communicate(timeout=120)
+    output, _ = job.communicate(timeout=60)
     assert job.returncode == 2, output
     errors = [line for line in output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "train.bin: ends at byte 3001, before token" in errors[0], output
