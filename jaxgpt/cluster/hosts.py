@@ -122,6 +122,7 @@ def address_towards(host: str) -> str:
     for family, kind, _, _, address in _resolve(host, 9, socket.SOCK_DGRAM):
         # This host may have an IPv4 route but no IPv6 route, or vice versa.
         with contextlib.suppress(OSError), socket.socket(family, kind) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)  # for `reachable_name`
             s.connect(address)  # selects the interface without sending a packet
             return s.getsockname()[0]
     raise OSError(f"{host}: this host has no route to it")
@@ -149,6 +150,6 @@ def reachable_name() -> str:
     except OSError:
         pass  # the name does not resolve
     try:
-        return address_towards("10.255.255.255")  # any address outside the local network
-    except OSError:  # no network
+        return address_towards("10.255.255.255")  # often an address outside the local network
+    except OSError:  # no route
         return name

@@ -50,7 +50,7 @@ MAX_LINE = 2**30  # bytes per message
 class HangLimit(NamedTuple):
     """Time that a process may be silent, or spend on one activity, before it counts as hanging.
 
-    `Monitor.heartbeat` can allow an activity more time.
+    Activities before the first `Monitor.heartbeat` have no limit. A heartbeat can allow more time.
     """
 
     seconds: float
@@ -89,7 +89,7 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
-        self.stalled = 0.0  # total seconds that this process lost because the OS did not run it
+        self.stalled = 0.0  # seconds since `connect` in which the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
         self.stacks = self.advice = ""  # for the reports of hangs and lost processes
         self._limit = limit
@@ -177,7 +177,8 @@ class Monitor:
     def write_stacks_to(self, directory: Path) -> None:
         """When a hang is detected, write this process's stacks to hang-RANK.txt in `directory`.
 
-        The hang report names these files, even if they cannot be written.
+        The hang report names these files, even if they cannot be written. The reports of hangs and
+        lost processes also say how to resume the run.
         """
         self.on_hang = lambda: _write_stacks(directory / f"hang-{self.rank}.txt")
         self.stacks = f"; {directory}/hang-<process>.txt has the stacks of each process"
@@ -186,9 +187,10 @@ class Monitor:
     def end_job(self, report: str, status: int) -> None:
         """Print `report` and terminate all processes with `status`.
 
-        If another process has failed first, its report and status are used instead. If process 0
-        is lost or stopped, most processes print nothing. Returns only if called in the monitor's
-        thread, which then terminates the job.
+        If another process has failed first or is lost, that failure is reported instead, with its
+        status. If process 0 is lost or stopped, only process 1 and the first process on another
+        host print their reports. Returns only if called in the monitor's thread, which then
+        terminates the job.
         """
         write_if_read("", sys.stdout)
         if self._thread is None:
@@ -201,13 +203,12 @@ class Monitor:
     def arrival_limit(self, launch: Launch, timeout: float) -> Iterator[None]:
         """Terminate this process with status 1 if the block takes longer than `timeout` seconds.
 
-        The block starts MPI, which waits for all processes. The waiting process with the lowest
-        rank prints the missing ranks and exits, and the launcher then terminates the job. At most
-        20 ranks are printed, and none if the number of processes is unknown. Processes with higher
-        ranks exit `ANSWER` seconds later. If the hosts do not share the home directory, processes
-        on other hosts count as missing. If the home directory is not writable, process 0 exits
-        first, without listing ranks. This starts the thread, which may create files in
-        ~/.cache/jaxgpt and removes them afterwards.
+        The block starts MPI, which waits for all processes. When a process exits, the launcher
+        terminates the job. The error lists up to 20 missing ranks if the number of processes is
+        known and files can be created in the home directory. If the hosts do not share that
+        directory, processes on other hosts count as missing. Usually only the waiting process with
+        the lowest rank prints the error. This starts the thread, which may create files in
+        ~/.cache/jaxgpt (under /tmp if HOME is not set) and removes them afterwards.
         """
         self.start()
         waiting = asyncio.run_coroutine_threadsafe(self._limit_arrival(launch, timeout), self._loop)
@@ -406,7 +407,9 @@ class Monitor:
 
     def _fail(self, report: str, status: int, delay: float = SETTLE) -> None:
         """Terminate the job. Print `report`, unless process 0 knows of an earlier failure."""
-        self._report, self._is_failing = (report, status), True
+        if not self._is_failing or delay == 0.0:  # ignore later errors, except losses
+            self._report = report, status
+        self._is_failing = True
         ending = self._ask_to_report() if self.rank else self._end_all(0, status, delay)
         self._tasks.create_task(ending)
 
@@ -528,7 +531,7 @@ def hang_sentence(
     The `silent` ranks are reported as hanging. If there are none, the processes that are furthest
     behind are reported. All of them are reported with the activity of the lowest rank. `known` maps
     ranks to their last known progress. `hosts` has the host name of each rank; if it is empty, no
-    hosts are named.
+    hosts are named. Hosts of waiting processes are not named. `process_names` shortens long lists.
     """
     least = min(progress.number for progress in known.values())
     ranks = sorted(silent or (rank for rank, p in known.items() if p.number == least))

@@ -36,7 +36,7 @@ def end_process(status: int) -> NoReturn:
 
 
 def report_and_end(report: str, status: int) -> NoReturn:
-    """Print a report to stderr, then terminate this process and, under MPI, the whole job.
+    """Print a report to stderr, then terminate this process and, if MPI is running, the whole job.
 
     No newline is added.
     """
@@ -48,9 +48,9 @@ def report_and_end(report: str, status: int) -> NoReturn:
 def abort_mpi(status: int) -> None:
     """Terminate all MPI processes of the job with `status`, even if they are stopped.
 
-    Returns only if this is the job's only process, or if MPI is not running. If MPI does not
-    terminate the processes within `ANSWER` seconds, this process exits with status 1. stdout and
-    stderr are redirected to /dev/null first.
+    Returns only if MPI is not running or knows no other process. If MPI does not terminate the
+    processes within `ANSWER` seconds, this process exits with status 1. stdout and stderr are
+    redirected to /dev/null first.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     with_mpi = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
@@ -62,9 +62,10 @@ def abort_mpi(status: int) -> None:
 
 
 def end_with(error: BaseException) -> NoReturn:
-    """Report an error, then terminate this process and, under MPI, the whole job.
+    """Report an error, then terminate this process and, if MPI is running, the whole job.
 
-    Use this only in a process that is not connected to others.
+    See `report_of` for the report and the exit status. If a `Monitor` connects this process to
+    others, call `Monitor.end_job` instead.
     """
     write_if_read("", sys.stdout)
     report_and_end(*report_of(error))
@@ -96,17 +97,17 @@ def job_exit_handler() -> Iterator[None]:
     - `UsageError` exits with status 2. Only process 0 prints the message, so all processes must
       raise the error. If the launcher's variables are invalid, every process prints it.
     - `SingleRankUsageError` exits with status 2. Each process that raises it prints the message.
-      Under MPI, it terminates the whole job.
+      If MPI is running, it terminates the whole job.
     - `PeerLost` prints its message and exits with 1. Ctrl-C prints nothing and exits with 130.
-      Under MPI, both terminate the whole job.
+      If MPI is running, both terminate the whole job.
     - Other exceptions, except SystemExit, print a traceback and exit with status 1. In a job with
-      several processes, they terminate this process at once and, under MPI, the whole job.
-    - If a job without a launcher writes to stdout after the reader has exited (as with `| head`),
-      the job exits with 141, as if killed by SIGPIPE.
+      several processes, they terminate this process at once and, if MPI is running, the whole job.
+    - In a job without a launcher, a `BrokenPipeError` exits with 141 (as if killed by SIGPIPE) if
+      the reader of stdout has exited, as with `| head`.
 
     Once the processes are connected, the `with` block of their `ProcessGroup` handles exceptions
-    instead: it terminates all processes and prints only the first error. A command-line argument
-    that is not valid UTF-8 causes a `UsageError`. Closed standard streams are replaced by
+    instead: it terminates all processes (see `Monitor.end_job`). A command-line argument that
+    Python cannot decode causes a `UsageError`. Closed standard file descriptors are replaced by
     /dev/null. Characters that stdout cannot encode are printed as `?`.
     """
     _open_closed_streams()
@@ -128,7 +129,7 @@ def job_exit_handler() -> Iterator[None]:
         report_and_end(f"error: {where}: {error}\n", BAD_USAGE)
     except UsageError as error:  # all processes raise the same error
         if rank_from_env() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            write_if_read(f"error: {error}\n", sys.stderr)
         raise SystemExit(BAD_USAGE) from None
     except (KeyboardInterrupt, PeerLost) as error:
         end_with(error)
@@ -161,15 +162,15 @@ def _redirect_to_null(*descriptors: int) -> None:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run after a step.
 
-    SIGHUP is left out if it is ignored, as under nohup. `sbatch --signal` makes Slurm send USR1 or
-    USR2, and closing a terminal sends HUP.
+    SIGHUP is left out if it is ignored, as under nohup. `sbatch --signal` can make Slurm send USR1
+    or USR2, and closing a terminal sends HUP.
     """
     out = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
     return out if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*out, signal.SIGHUP]
 
 
 def nobody_reads() -> bool:
-    """Return whether the reader of stdout has exited."""
+    """Return whether stdout has lost its reader, as with `| head`."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

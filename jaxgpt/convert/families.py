@@ -66,7 +66,7 @@ def checked_model(options: Mapping[str, Any], where: Path) -> ModelConfig:
     given = {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
     try:
         config = config_from_dict(given, str(where))
-        validate(config.replace(train__batch_size=1))
+        validate(config.replace(train__batch_size=1, parallel__scan_layers=True))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     return config.model
@@ -342,7 +342,7 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
         dtype: dtype of the exported weights, "float32" or "bfloat16".
         end_of_text: ID of the end-of-text token, or None if there is no such token.
 
-    Raises `UsageError` if no transformers family fits the model.
+    Raises `UsageError` if the model fits none of `FAMILIES`.
     """
     is_gpt2 = model.position == "learned"
     family = "gpt2" if is_gpt2 else "gemma3_text" if model.post_norm else "llama"

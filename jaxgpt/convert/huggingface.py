@@ -34,8 +34,8 @@ def from_hf(
         out: run directory to create.
         block_size: new context length in tokens, for a model with rotary positions. If None, the
             length is unchanged.
-        tokenizer: path that `read_tokenizer` accepts. None selects the tokenizer.json or GPT-2
-            vocabulary files in `path`, if there are any.
+        tokenizer: path that `read_tokenizer` accepts. None selects `path` if it contains a
+            tokenizer.json, merges.txt or vocab.bpe, and no tokenizer otherwise.
 
     Raises `UsageError` if a file in the folder is missing, damaged or not supported, if the tensors
     do not match config.json, if `block_size` does not fit the model, or if the package
@@ -84,11 +84,11 @@ def write_weights(
     with new_folder(out) as partial:
         writer = WeightsWriter(partial, model)
         import_tensors(found, wanted, writer)
-        if tokenizer is not None:
-            tokenizer.save(partial)
         for name in companions:
             if (path / name).is_file():
                 shutil.copyfile(path / name, partial / name)
+        if tokenizer is not None:  # it may replace a companion, such as tokenizer.model
+            tokenizer.save(partial)
         meta = tokenizer and tokenizer.to_meta()
         writer.close(Config(model=model), meta, str(path.absolute()))
     return describe(out, model, tokenizer)
@@ -137,9 +137,9 @@ def to_hf(
         max_bytes: maximum total size of the tensors in a file, in bytes. A tensor larger than this
             gets its own file.
 
-    Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if no
-    transformers family fits the model, or if a required package (`safetensors` or `tokenizers`) is
-    not installed. Raises `OSError` if a file cannot be copied or written. Also raises whatever
+    Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if the
+    model fits none of `families.FAMILIES`, or if a required package (`safetensors` or `tokenizers`)
+    is not installed. Raises `OSError` if a file cannot be copied or written. Also raises whatever
     `new_folder` and `write_folder` raise.
     """
     step = choose_checkpoint(run, step)

@@ -74,6 +74,12 @@ def test_the_first_error_is_printed_and_ends_all(rank):
     assert errors.pop(rank).endswith("ValueError: the first\n") and errors == ["", ""]
 
 
+def test_a_later_error_of_the_same_process_is_not_printed():
+    lines = "import threading; end = group.monitor.end_job; "
+    lines += "threading.Thread(target=end, args=('first\\n', 3)).start(); time.sleep(0.2); 1 / 0"
+    assert ends(start(lines, WAIT, WAIT)) == ([3, 3, 3], ["first\n", "", ""])
+
+
 def test_a_process_that_exits_while_the_others_work_ends_them():
     statuses, errors = ends(start(WAIT, "sys.exit(3)", WAIT))
     assert statuses == [1, 1, 1]

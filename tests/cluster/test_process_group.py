@@ -113,6 +113,10 @@ def test_a_host_whose_name_is_loopback_is_reached_by_address(monkeypatch):
     assert reachable_name() == "debian"
 
 
+def test_a_broadcast_address_also_has_a_route():
+    assert address_towards("127.255.255.255") == "127.0.0.1"  # broadcast address of loopback
+
+
 @pytest.mark.parametrize("name", ["node..1", "n" * 64])
 def test_a_malformed_host_name_cannot_be_reached(name, monkeypatch):
     with pytest.raises(OSError, match=f"{name}: is not a valid host name"):

@@ -1,6 +1,7 @@
 """Hand-made transformers folders: where each tensor goes, and which folders are rejected."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.config import UsageError, config_from_dict
-from jaxgpt.convert import huggingface
+from jaxgpt.convert import families, huggingface
 from jaxgpt.convert.__main__ import main
 from jaxgpt.convert.safetensors import FILE, SafeTensor
+from jaxgpt.data.tokenizers import SentencePieceTokenizer
 from jobs import checkpoint_arrays
 
 package = pytest.importorskip("safetensors.numpy")
@@ -339,6 +341,20 @@ def test_a_folder_without_a_tokenizer_json_gets_one(tmp_path, data_home, capsys)
     capsys.readouterr()
     words[1] = tmp_path / "b"
     assert "has 256 tokens, but the model has 50" in refused([*words, "--out", "x"], capsys)
+
+
+def test_the_given_tokenizer_replaces_the_one_in_the_folder(tmp_path, monkeypatch):
+    write(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.model").write_bytes(b"old")
+    given = SentencePieceTokenizer(b"new", 2, None)
+    monkeypatch.setattr(huggingface, "read_tokenizer", lambda *_: given)
+    huggingface.from_hf(tmp_path / "a", tmp_path / "ours", tokenizer=Path("given"))
+    assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == b"new"
+
+
+def test_a_model_of_more_layers_than_can_be_unrolled_is_read(tmp_path):
+    write(tmp_path, LLAMA | {"num_hidden_layers": 600}, {})
+    assert families.read_model(tmp_path).n_layer == 600
 
 
 def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys):

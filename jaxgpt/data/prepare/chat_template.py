@@ -100,13 +100,21 @@ class ChatTemplate:
             ) from None
 
 
-def template_files(tokenizer: str, given: Path | None) -> tuple[Path, Path]:
+def template_files(tokenizer: str, given: Path | None) -> tuple[Path | None, Path | None]:
     """Return the paths of a tokenizer's tokenizer_config.json and chat template.
 
-    The template is `given` or, by default, chat_template.jinja. The files need not exist.
+    The template is `given` or, by default, chat_template.jinja. A default path is None if the file
+    does not exist, or if `tokenizer` is a name, such as `char`, instead of a path.
     """
-    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    return folder / "tokenizer_config.json", given or folder / FILE
+    path = Path(tokenizer)
+    if tokenizer in ("char", "byte") or not path.exists():
+        return None, given
+    folder = path if path.is_dir() else path.parent
+    config, template = (
+        found if found.is_file() else None
+        for found in (folder / "tokenizer_config.json", folder / FILE)
+    )
+    return config, given or template
 
 
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
@@ -122,20 +130,19 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or if
             jinja2 is missing or too old.
     """
-    has_files = tokenizer not in ("char", "byte") and Path(tokenizer).exists()
     config_path, file = template_files(tokenizer, given)
     try:
-        config = read_json(config_path, {}) if has_files and config_path.is_file() else {}
+        config = read_json(config_path, {}) if config_path else {}
         source, name = config.get("chat_template"), str(config_path)
         if isinstance(source, list):  # several named templates
             source = {t.get("name"): t.get("template") for t in source}.get("default")
-        if given or (has_files and file.is_file()):
+        if file:
             source, name = file.read_text(), str(file)
         if source is not None and not isinstance(source, str):
             raise ValueError("chat_template is not a string")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"--tokenizer {tokenizer}: cannot read {given or file} or tokenizer_config.json "
+            f"--tokenizer {tokenizer}: cannot read {file or FILE} or tokenizer_config.json "
             f"({in_words(error)}); give another template with --chat-template FILE"
         ) from None
     tokens = {key: _content(value) for key, value in config.items() if key.endswith("_token")}

@@ -165,7 +165,7 @@ def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
         share = corpus.val_share or TEXT_SHARE
         return _Division(separate, None, f"validation: the last {100 * share:g}% of the text")
     documents = sum(part.documents for part in parts)
-    is_few = corpus.val_share is None and documents < FEW_DOCUMENTS
+    is_few = not corpus.val_share and documents < FEW_DOCUMENTS
     if is_few or any(_count(parts, names) == 0 for names in separate.values()):
         share = corpus.val_share or TEXT_SHARE
         return _Division(

@@ -231,7 +231,7 @@ def _read(folder: Path) -> Part:
 def _common_facts(file: InputFile, tokenizer: Tokenizer, dtype: np.dtype) -> list[Any]:
     """Return the settings that affect all parts. `file` is any file of the corpus."""
     templates = template_files(file.lines.tokenizer, file.lines.chat_template)
-    hashes = [hashlib.sha256(t.read_bytes()).hexdigest() for t in templates if t.is_file()]
+    hashes = [hashlib.sha256(t.read_bytes()).hexdigest() for t in templates if t and t.is_file()]
     return [_VERSION, file.val_share, file.lines.key, tokenizer.to_meta(), dtype.name, hashes]
 
 

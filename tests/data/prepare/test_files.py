@@ -58,6 +58,13 @@ def test_a_folder_may_mix_all_kinds_of_files(tmp_path):
     assert abs(len(val) - 607) < 5 * (3034 * 0.2 * 0.8) ** 0.5
 
 
+def test_a_share_of_0_means_the_default_share(tmp_path):
+    write_lines(tmp_path / "a.jsonl", stories(20))
+    for name, share in ("a", None), ("b", 0):
+        prepare_text(tmp_path / name, [tmp_path / "a.jsonl"], "byte", val_share=share)
+    assert bytes_of(tmp_path / "a", "val") == bytes_of(tmp_path / "b", "val")
+
+
 def test_rows_may_be_conversations_or_have_other_columns(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

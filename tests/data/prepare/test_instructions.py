@@ -9,7 +9,7 @@ from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
-from jaxgpt.data.prepare.chat_template import ChatTemplate, find_template
+from jaxgpt.data.prepare.chat_template import ChatTemplate, find_template, template_files
 from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from jobs import load_config
 
@@ -273,6 +273,7 @@ def test_a_tokenizer_object_has_no_template_even_if_the_working_directory_does(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="has no chat template"):
         prepare_text(tmp_path / "d", [tmp_path / "a.jsonl"], ByteTokenizer())
+    assert template_files("char", None) == (None, None)
 
 
 @pytest.mark.parametrize(
