@@ -15,7 +15,6 @@ size that the run trained with; for later steps, it uses train.batch_size.
 
 import functools
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
+from jaxgpt.tracking.jsonl import json_line
 from jaxgpt.train.resume import batch_sizes, initial_model, saved_settings, source_hashes
 
 
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
                 losses = row_losses(config, arguments.run, at, tokens, weights, cluster)
                 for record in found:
                     record["loss"] = float(losses[record["row"]])
-                found.sort(key=lambda record: -record["loss"])
+                found.sort(key=lambda record: np.nan_to_num(-record["loss"], nan=-np.inf))
             if cluster.is_main:
                 print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
                 show(found, tokens, weights, dataset, arguments.json)
@@ -166,6 +166,7 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
     `file` is a path. `offset` is the number of tokens in the file before the row. `document` is the
     zero-based index of the row's first document, and `document_start` is the number of tokens in
     the file before that document. Both are None if the data has no document index.
+    faults.random_tokens does not affect the result.
     """
     location = rows.row_location(step, row)
     tokens = dataset.sources[location.source].tokens["train"]
@@ -184,10 +185,10 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     """Return notes on why a run may not have trained on these rows at this step.
 
     Possible reasons are a skipped step, different data or a different train.seed. The data and the
-    seed are compared with those in the first checkpoint at or after `step` or, if there is no such
-    checkpoint, in the newest checkpoint. `run` is None if there is no run directory. Raises
-    `UsageError` if the data, rewinds.json or a checkpoint's JSON cannot be read, or if the setting
-    train_range_to_skip is malformed.
+    seed are compared with those in the first undamaged checkpoint at or after `step` or, if there
+    is no such checkpoint, in the newest undamaged one. `run` is None if there is no run directory.
+    Raises `UsageError` if the data or rewinds.json cannot be read or is invalid, or if the setting
+    train_range_to_skip is malformed. Also raises whatever `valid_checkpoints` raises.
     """
     notes = []
     if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
@@ -230,9 +231,8 @@ def row_losses(
     The parameters come from the checkpoint of step `at`. `tokens` and `weights` come from
     `_look_up`. Each mean is weighted by `weights`, unless `weights` is None. If all weights of a
     row are 0, the row's mean is 0. This starts JAX. All processes must call this. Raises
-    `UsageError` if the mesh does not fit the devices or the batch, if the attention kernel cannot
-    be used, or if the checkpoint is damaged or does not fit the configuration. Also raises whatever
-    `initialize_jax` and `restore_params` raise.
+    `UsageError` if the mesh is malformed or does not fit the devices, the configuration or the
+    batch. Also raises whatever `initialize_jax`, `make_steps` and `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 
@@ -285,7 +285,7 @@ def show(
         if as_json:
             extra = {} if weights is None else {"weights": weights[row].tolist()}
             text = text_of(ids) if dataset.tokenizer else None
-            print(json.dumps({**record, "text": text, "tokens": ids, **extra}))
+            print(json_line({**record, "text": text, "tokens": ids, **extra}), end="")
             continue
         about = ", ".join(f"{k} {v}" for k, v in record.items() if v is not None)
         print(f"--- {about}")

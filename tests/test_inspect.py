@@ -57,6 +57,17 @@ def test_rows_are_those_of_the_step_with_their_place(blend, tmp_path, capsys):
             assert record["document"] is record["document_start"] is None
 
 
+def test_worst_prints_rows_without_a_finite_loss_first(monkeypatch, capsys):
+    losses = np.array([1.0, np.nan, 2.0, np.inf, *[0.0] * 12])
+    monkeypatch.setattr(inspect, "row_losses", lambda *_: losses)
+    monkeypatch.setattr(inspect, "_checkpoint_before", lambda *_: 0)
+    words = ("--config", "tiny", "--step", 1, "--worst", "--json", "train.batch_size=16")
+    found, _ = shown(capsys, *words)
+    assert {record["row"] for record in found[:2]} == {1, 3}
+    assert [record["row"] for record in found[2:4]] == [2, 0]
+    assert [record["loss"] for record in found[:4]] == [None, None, 2.0, 1.0]
+
+
 @pytest.mark.long
 def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "run"

@@ -41,9 +41,10 @@ class Rounds:
         """Start JAX, compile the step and initialize the state.
 
         Random tokens replace the data if `synthetic` is set or if data.dataset is needed but
-        missing. The compile cache is empty unless `compile_cache` is set. Raises `OSError` if the
-        random tokens cannot be written. Also raises whatever `vocabulary_size`, `with_vocabulary`,
-        `prepare_run`, `initialize_jax`, `set_up`, `Reporter.start` and `Loader.batch` raise.
+        missing. The compile cache is empty unless `compile_cache` differs from its default. Raises
+        `OSError` if the random tokens cannot be written. Also raises whatever `vocabulary_size`,
+        `with_vocabulary`, `prepare_run`, `initialize_jax`, `set_up`, `Reporter.start` and
+        `Loader.batch` raise.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -156,7 +157,8 @@ def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 def _steps_only(config: Config, directory: Path) -> Config:
     """Return a config with the same training steps, but no work between the steps.
 
-    Skip ranges, profiles, evaluations, samples, checkpoints, rewinds and bit flips are turned off.
+    Skip ranges, profiles, evaluations, samples, checkpoints, rewinds, comparisons of replicas and
+    bit flips are turned off.
     """
     action = config.spike.action
     return config.replace(
@@ -166,6 +168,7 @@ def _steps_only(config: Config, directory: Path) -> Config:
         train__max_iters=2**31 - 1,  # set by each round
         train__eval_interval=0,
         train__sample_tokens=0,
+        train__verify_interval=0,
         checkpoint__interval=0,
         faults__bit_flip_step=None,
         faults__bit_flip_device=0,
