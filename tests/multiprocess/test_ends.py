@@ -205,7 +205,7 @@ def test_a_process_that_is_killed_or_interrupted_takes_all_with_it(tmp_path, how
             "killed",
             [1, -signal.SIGKILL],
             f"\nerror: process 1 on host {socket.gethostname()} exited unexpectedly; its output "
-            "may say why\n",
+            "may say why; to resume, start again with the same --out\n",
         ),
         ("interrupted", [130, 130], ""),
     ],
