@@ -158,14 +158,14 @@ def load_model(
         mesh: the mesh to run the model on, in the format of `--mesh`.
         dtype: compute dtype, float32 or bfloat16; by default, train.dtype of the run.
         batch_size: number of rows to compute at once. It is rounded up to a multiple of the number
-            of devices that the batch is sharded over.
+            of devices that the rows are split over.
         cluster: the processes of the job; None means only this process.
 
     Raises:
         UsageError: if there is no such run, model or checkpoint, if a checkpoint or its tokenizer
             is damaged or cannot be read, if a model cannot be converted, if `step`, `dtype` or
-            `batch_size` is invalid, if the mesh does not fit the devices or the model, or if
-            `cluster` is None in a job with several processes.
+            `batch_size` is invalid, if the mesh is malformed or does not fit the devices or the
+            model, or if `cluster` is None in a job with several processes.
         OSError: if the folder is not accessible, or if no temporary folder can be created for the
             weights of a Hugging Face model.
         RuntimeError: if JAX fails. Also raises whatever `join_process_group` and `initialize_jax`
@@ -207,9 +207,9 @@ class Trainer:
                 process.
 
         Raises:
-            UsageError: if a setting is invalid, if the data cannot be read, if the configuration
-                does not fit the data, the devices or their memory, or if `cluster` is None in a job
-                with several processes. Also raises whatever `join_process_group` and
+            UsageError: if a setting is invalid, if the data cannot be prepared or read, if the
+                configuration does not fit the data, the devices or their memory, or if `cluster` is
+                None in a job with several processes. Also raises whatever `join_process_group` and
                 `initialize_jax` raise.
         """
         config = checked(config, CHOICES)
@@ -273,7 +273,8 @@ class Trainer:
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration
         or the data, or if JAX failed during the last step. Raises `OSError` if train.init_from is
-        set and a file cannot be copied to a temporary folder. Raises `RuntimeError` if JAX fails.
+        set and a temporary folder cannot be created, or a file cannot be copied to it. Raises
+        `RuntimeError` if JAX fails.
         """
         with self._lock:
             return copied(self._current_state())
@@ -302,7 +303,9 @@ class Trainer:
                 prepare_weights, self.config, self.dataset, Path(scratch)
             )
             _warn(notes)
-            return load_weights(folder, step, self.steps, self.cluster)
+            state = load_weights(folder, step, self.steps, self.cluster)
+        self._run = dataclasses.replace(self._run, init_folder=str(folder), init_step=step)
+        return state
 
     def train(
         self,
@@ -316,11 +319,11 @@ class Trainer:
 
         By default, train the remaining steps up to train.max_iters, and return an empty list if
         there are none. If `n_steps` (at least 1) is given, training may continue beyond
-        train.max_iters. The metrics are `loss` (nats per token), `grad_norm` (before clipping) and
-        `lr`. For a skipped step, `loss` and `grad_norm` are None. If any values are not finite, a
-        Python warning is issued at the end. Raises `UsageError` if an argument is invalid, if the
-        data is invalid or cannot be read, or if `train` or `restore` is already running. Also
-        raises the same errors as `state`, and whatever `report` raises.
+        train.max_iters. The metrics are `loss` (nats per token; 0 if no target counts), `grad_norm`
+        (before clipping) and `lr`. For a skipped step, `loss` and `grad_norm` are None. If any
+        values are not finite, a Python warning is issued at the end. Raises `UsageError` if an
+        argument is invalid, if the data is invalid or cannot be read, or if `train` or `restore` is
+        already running. Also raises the same errors as `state`, and whatever `report` raises.
         """
         with self._alone():
             return self._train(n_steps, report)
@@ -413,10 +416,10 @@ class Trainer:
         return compiled
 
     def evaluate(self) -> EvalRecord:
-        """Return each split's mean loss in nats per token, over train.eval_iters batches.
+        """Return each split's mean loss in nats per token, over train.eval_iters microbatches.
 
-        A loss is NaN if no target counts toward it. Raises `UsageError` if the data cannot be read.
-        Also raises the same errors as `state`.
+        A split's loss is NaN if no target counts toward it. Raises `UsageError` if the data cannot
+        be read. Also raises the same errors as `state`.
         """
         with self._lock:
             return self._evaluator(self.step, self._current_state().params)
@@ -463,8 +466,8 @@ class Trainer:
         Raises:
             UsageError: if `run` is not a valid path, if the directory contains another run, a
                 checkpoint of this step or a later step, or a checkpoint that another trainer or
-                command has added to this run, or if the directory is in use by another job or
-                cannot be written.
+                command has added to this run, or if the directory is in use by another job,
+                unsuitable (see `writable_directory`) or cannot be written.
             OSError: on process 0, if the tokenizer's file cannot be read or written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """

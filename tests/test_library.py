@@ -20,7 +20,7 @@ import jaxgpt
 from evaluation import BLOCK, TEXT, devices_of, evaluated, reference_logits, train
 from jaxgpt import inspect
 from jaxgpt.checkpoint.checkpointer import Checkpoints
-from jaxgpt.checkpoint.metadata import list_checkpoints
+from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.parallel.mesh import job_mesh
@@ -240,13 +240,15 @@ def test_a_trainer_restores_an_earlier_checkpoint_on_another_mesh(tmp_path):
         np.testing.assert_allclose(other.model.logits([5, 6, 7]), later, atol=1e-4)
 
 
-def test_a_trainer_starts_from_the_weights_of_another_run(run):
+def test_a_trainer_starts_from_the_weights_of_another_run_and_saves_their_origin(run, tmp_path):
     model = ("model.n_layer=1", "model.n_embd=32", f"model.block_size={BLOCK}")
     words = (*model, f"train.init_from={run}", f"data.path={run.parent}/data", "--mesh", "1,1,1")
     with devices_of("1,1,1"):
         trainer = jaxgpt.Trainer(jaxgpt.load_config("tiny", *words))
         found = trainer.model.logits([1, 2, 3])
         assert (found == jaxgpt.load_model(run, mesh="1,1,1").logits([1, 2, 3])).all()
+        trainer.save(tmp_path / "run")
+    assert read_meta(tmp_path / "run", 0)["init_from"] == [str(run), list_checkpoints(run)[-1]]
 
 
 @pytest.mark.parametrize("starts_from_weights", [False, True])

@@ -15,10 +15,11 @@ def encode_answers(
     """Yield (token IDs, loss weights) for each document: int64 and uint8, shape (tokens,).
 
     The weight is 1 for answer tokens and 0 for all others. The whole text is tokenized at once,
-    unless a token would cross the start or end of an answer. In that case, the text is split there
-    before it is tokenized, because at inference the model sees only the prompt. There must be at
-    least one document. Every document must have text and answers, and all documents must have the
-    same `has_special`. Raises `UsageError`, as `Tokenizer.encode_batch` does.
+    unless this would change the tokens of the text before the start or end of an answer. In that
+    case, the text is split there before it is tokenized, because at inference the model sees only
+    the prompt. There must be at least one document. Every document must have text and answers, and
+    all documents must have the same `has_special`. Raises `UsageError`, as `Tokenizer.encode_batch`
+    does.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special
@@ -47,7 +48,7 @@ def _parts(
     for end, ids in zip(ends, encoded, strict=True):
         if start:
             (ids,) = tokenizer.encode_batch([document.text[start:end]], document.has_special)
-        if not np.array_equal(ids[: before.size], before):  # a token crosses the boundary
+        if not np.array_equal(ids[: before.size], before):  # the tokens before `cut` change
             start, before = cut, before[:0]
             (ids,) = tokenizer.encode_batch([document.text[start:end]], document.has_special)
         out.append(ids[before.size :])

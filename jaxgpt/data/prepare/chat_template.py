@@ -45,7 +45,7 @@ class ChatTemplate:
             UsageError: if `source` is not a valid template, or if jinja2 is missing or too old.
         """
         self._name, self._special_tokens = name, special_tokens
-        self._marks_answers = re.search(r"{%-?\s*generation\b", source) is not None
+        self._marks_answers = re.search(r"{%[-+]?\s*generation\b", source) is not None
         try:
             self._template = _environment().from_string(source)
         except UsageError:
@@ -103,8 +103,9 @@ class ChatTemplate:
 def template_files(tokenizer: str, given: Path | None) -> tuple[Path | None, Path | None]:
     """Return the paths of a tokenizer's tokenizer_config.json and chat template.
 
-    The template is `given` or, by default, chat_template.jinja. A default path is None if the file
-    does not exist, or if `tokenizer` is a name, such as `char`, instead of a path.
+    `tokenizer` is a name, such as `char`, or the path of a file or folder. The template is `given`
+    or, by default, chat_template.jinja in the tokenizer's folder. A default path is None if the
+    file does not exist, or if `tokenizer` is a name. Raises `OSError` if a path cannot be accessed.
     """
     path = Path(tokenizer)
     if tokenizer in ("char", "byte") or not path.exists():
@@ -120,8 +121,8 @@ def template_files(tokenizer: str, given: Path | None) -> tuple[Path | None, Pat
 def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     """Return the template in the file `given` or, by default, the tokenizer's own template.
 
-    The tokenizer's own template is chat_template.jinja next to tokenizer.json. If there is no such
-    file, it is the `chat_template` field of tokenizer_config.json. If that field has several
+    The tokenizer's own template is chat_template.jinja in the tokenizer's folder. If there is no
+    such file, it is the `chat_template` field of tokenizer_config.json. If that field has several
     templates, the template named `default` is used. Returns None if no template is found.
     `tokenizer` is the path of a file or folder, or a name. Tokenizers given by name, such as
     `char`, have no template of their own.
@@ -129,6 +130,7 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     Raises:
         UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or if
             jinja2 is missing or too old.
+        OSError: if the path `tokenizer` cannot be accessed.
     """
     config_path, file = template_files(tokenizer, given)
     try:

@@ -29,7 +29,7 @@ _MEGATRON_UINT16 = 65500  # from this vocabulary size on, Megatron-LM stores tok
 class Corpus:
     """Input files and the settings for dividing them into splits."""
 
-    files: list[Path]
+    files: list[Path]  # at least one
     lines: LineFormat  # the format of JSON lines and Parquet rows
     val_share: float | None = None  # if None or 0, a default applies
     split: str | None = None  # the split for all of the text; if None, the text is divided
@@ -67,7 +67,7 @@ class Prepared(NamedTuple):
     tokenizer: Tokenizer
     tokens: dict[str, int]  # number of tokens in each split
     targets: dict[str, int]  # number of targets in each split; empty without a loss mask
-    documents: int
+    documents: int  # number of documents that have text
     division: str  # how the text was divided into splits; empty for Megatron data
 
 
@@ -86,21 +86,22 @@ def write_nanogpt(
     source: str,
     pool: Executor | None = None,
 ) -> Prepared:
-    """Write SPLIT.bin, meta.json and the tokenizer's file to `directory`.
+    """Write SPLIT.bin, meta.json and the tokenizer's file, if any, to `directory`.
 
-    Any existing dataset in `directory` is replaced, including splits that are not written again.
-    If the tokenizer has an end-of-text token, this token separates documents. If the documents have
-    answers, each split also gets a loss mask, SPLIT.mask.bin. If `tokenizer` is None, each distinct
-    character becomes a token. `source` describes the origin of the text. `pool` tokenizes files in
-    parallel and does not affect the result.
+    Old splits and masks in `directory` are replaced or deleted. If the tokenizer has an end-of-text
+    token, this token separates documents. If the documents have answers, each split also gets a
+    loss mask, SPLIT.mask.bin. If `tokenizer` is None, each distinct character becomes a token.
+    `source` describes the origin of the text. `pool` tokenizes files in parallel and does not
+    affect the result.
 
     Raises:
-        UsageError: if the input cannot be read or encoded; if a pipe would be read twice; if a
-            split would have fewer than two tokens, or the vocabulary fewer than two entries; if
-            only some documents have answers; if a chat template is missing, invalid or
-            unnecessary; or if a required package is missing or too old.
-        OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if
-            `directory` cannot be written.
+        UsageError: if the input is invalid or cannot be read or encoded; if a file is a pipe and
+            any file must be read twice; if a split would have fewer than two tokens, or the
+            vocabulary fewer than two entries; if only some documents have answers; if a chat
+            template is missing, invalid or unnecessary; or if a required package is missing or too
+            old.
+        OSError: if an input path cannot be accessed, if tokenizer_config.json or the chat template
+            cannot be read, or if `directory` cannot be written.
     """
     pipe = next((path for path in corpus.files if path.exists() and not path.is_file()), None)
     counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
@@ -210,11 +211,11 @@ def write_megatron(
     files in parallel and does not affect the result.
 
     Raises:
-        UsageError: if the input cannot be read or encoded, is empty or needs a loss mask, if a
-            document has more than 2^31 - 1 tokens, if a chat template is missing, invalid or
-            unnecessary, or if a required package is missing or too old.
-        OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if the
-            files cannot be written.
+        UsageError: if the input is invalid, cannot be read or encoded, is empty or needs a loss
+            mask, if a document has more than 2^31 - 1 tokens, if a chat template is missing,
+            invalid or unnecessary, or if a required package is missing or too old.
+        OSError: if tokenizer_config.json or the chat template cannot be read, or if the files
+            cannot be written.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
     files = [InputFile(path, corpus.lines) for path in corpus.files]

@@ -22,17 +22,18 @@ Advance = Callable[[int], object]  # called with the number of bytes read
 def kind(path: Path) -> tuple[str, ...]:
     """Return `JSON` or `PARQUET`, whichever contains the file's suffix, or `TEXT` if neither does.
 
-    The suffix .gz is ignored.
+    The suffix .gz and the case of the suffix are ignored.
     """
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     return next((found for found in (JSON, PARQUET) if suffix in found), TEXT)
 
 
 def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the input files, and all files with a suitable suffix in the input folders.
+    """Return the input files, and all regular files with a suitable suffix in the input folders.
 
-    Input folders are searched recursively. Hidden files, hidden subfolders and unreadable
-    subfolders are skipped. The files of a folder are sorted by path.
+    Suitable suffixes are those in `TEXT`, `JSON` and `PARQUET`, with or without .gz, but not .json
+    without .gz. Input folders are searched recursively. Hidden files, hidden subfolders, unreadable
+    subfolders and symbolic links to folders are skipped. The files of a folder are sorted by path.
 
     Raises:
         UsageError: if a path does not exist or cannot be accessed, if a folder has no suitable
@@ -143,8 +144,8 @@ def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]
 def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) for each nonblank line of a file.
 
-    Line numbers start at 1 and count blank lines. `advance` is called with the number of bytes read
-    from the file. Raises `UsageError` if the file cannot be read.
+    Lines keep their newlines. Line numbers start at 1 and count blank lines. `advance` is called
+    with the number of bytes read from the file. Raises `UsageError` if the file cannot be read.
     """
     with open_file(path, advance) as stream:
         for number, line in enumerate(stream, 1):

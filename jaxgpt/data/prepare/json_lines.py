@@ -27,7 +27,7 @@ class LineDocument(NamedTuple):
     """The text of a line, and the parts of it that count toward the loss."""
 
     text: str
-    answers: Sequence[Range] | None = None  # parts that count; None if all text counts
+    answers: Sequence[Range] | None = None  # one or more parts that count; None if all text counts
     has_special: bool = False  # whether to encode names of special tokens as special tokens
 
     @property
@@ -54,9 +54,10 @@ class LineReader:
         """Parse a line and return its document. `where` is the line's location, for error messages.
 
         Raises:
-            UsageError: if the line is not a valid document, matches several kinds, or differs in
-                kind from the previous lines; if the chat template is missing, invalid or not
-                needed, or rejects the conversation; or if jinja2 is missing or too old.
+            UsageError: if the line is not a valid document, or differs in kind from the previous
+                lines; if the first line matches several kinds; if the chat template is missing,
+                invalid or not needed, or rejects the conversation; or if jinja2 is missing or too
+                old.
         """
         try:
             value = json.loads(line)

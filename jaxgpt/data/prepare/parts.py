@@ -1,7 +1,8 @@
-"""Parts of a dataset. A part holds the tokens of one large input file or several small files.
+"""Parts of a dataset. A part holds the tokens of one or more input files.
 
 Processes write different parts in parallel. A part's folder appears only when the part is complete.
-If a command is killed, the next run of the same command reuses the completed parts.
+If a command is killed, the next run of the same command reuses the completed parts of regular files
+that have not changed.
 """
 
 import contextlib
@@ -38,15 +39,16 @@ _PART = 1 << 26  # files are combined into one part up to this total size, in by
 class Part(NamedTuple):
     """A folder with SPLIT.bin, masks and lengths.bin.
 
-    lengths.bin holds the number of tokens in each document: int64, shape (documents,).
+    lengths.bin holds the number of tokens in each document, including the end-of-text token: int64,
+    shape (documents,).
     """
 
     folder: Path
-    documents: int
-    tokens: dict[str, int]  # number of tokens in each split that has tokens
+    documents: int  # number of documents that have text
+    tokens: dict[str, int]  # number of tokens in each split that has text
     # False for a split whose last document in this part continues in the next split.
     ends: dict[str, bool]
-    has_mask: bool | None  # None if the part has no tokens
+    has_mask: bool | None  # None if the part has no text
 
 
 @contextlib.contextmanager
@@ -97,7 +99,8 @@ def write_parts(
 
     Raises:
         UsageError: if only some documents have answers. Also raises whatever `encode_files` raises.
-        OSError: if a file named by `template_files` cannot be read, or if a part cannot be written.
+        OSError: if a file named by `template_files` cannot be read, or if a part cannot be read or
+            written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -258,6 +261,6 @@ def join(parts: Sequence[Part], splits: Sequence[str], suffix: str, out: Path) -
         for part in parts:
             for split in splits:
                 path = part.folder / f"{split}{suffix}"
-                if path.exists():  # the part has tokens in this split
+                if path.exists():  # the part has text in this split
                     with open(path, "rb") as source:
                         shutil.copyfileobj(source, target, 1 << 24)

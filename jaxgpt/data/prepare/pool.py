@@ -29,8 +29,8 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
     SIGINT and SIGTERM are reset to their default actions, and an exception in the block terminates
     the job at once. All processes must call this.
 
-    Each process uses `threads` threads to tokenize text, and sets RAYON_NUM_THREADS to this number.
-    By default, the CPUs of a host are divided evenly among its processes.
+    Each process sets RAYON_NUM_THREADS, the number of threads that a `FileTokenizer` uses, to
+    `threads`. By default, the CPUs of a host are divided evenly among its processes.
 
     Raises:
         UsageError: if several processes were started without MPI, if MPI cannot be used, or if the

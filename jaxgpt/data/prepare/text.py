@@ -1,4 +1,4 @@
-"""Tokenization of input files in constant memory."""
+"""Tokenization of input files, one batch of text at a time."""
 
 import hashlib
 import itertools
@@ -35,9 +35,9 @@ class Encoded(NamedTuple):
     chunk: TextChunk
     ids: np.ndarray  # int64 (tokens,)
     weights: np.ndarray | None
-    """uint8 (tokens,): 1 for the tokens of answers and the end-of-text tokens after them, else 0.
+    """uint8 (tokens,): 1 for the tokens of answers, else 0. None means that all tokens count.
 
-    None means that all tokens count.
+    The weight of a final end-of-text token is 1 if the document `ends_with_answer`, else 0.
     """
 
 
@@ -51,12 +51,13 @@ class InputFile:
     path: Path
     lines: LineFormat  # the format of JSON lines and Parquet rows
     val_share: float = 0.0  # probability that a document is selected for validation
-    n_train: int | None = None  # number of training characters; None if the file is not divided
+    n_train: int | None = None  # number of training characters; if None, val_share applies
 
     def chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
         """Yield the text of the file in order, except for empty documents.
 
-        `advance` is called with the number of bytes read from the file.
+        `advance` is called with the number of bytes read from the file. If a text file is read
+        twice, because its hash selects its split, the first time is not counted.
 
         Raises:
             UsageError: if the file cannot be read or tokenized, if it is not UTF-8 or has an
@@ -131,23 +132,29 @@ def encode_files(
 ) -> Iterator[Encoded]:
     """Yield the tokens of files in order, one chunk at a time.
 
-    If the tokenizer has an end-of-text token, it is added after each document, unless the document
-    has answers and already ends with this token. In a document with answers, the end-of-text token
-    counts toward the loss only if it follows an answer.
+    If the tokenizer has an end-of-text token, it is added after each nonempty document, unless the
+    document has answers and already ends with this token. In a document with answers, the
+    end-of-text token counts toward the loss if the document `ends_with_answer`.
 
     Raises:
         UsageError: if a file cannot be read or encoded, or if a document with answers contains the
             end-of-text token before its end. Also raises whatever `InputFile.chunks` raises.
     """
     chunks = itertools.chain.from_iterable(file.chunks(tokenizer, advance) for file in files)
-    for has_answers, same in itertools.groupby(chunks, _has_answers):
+    for (has_answers, _), same in itertools.groupby(chunks, _kind):
         while batch := list(_take_batch(same)):
             for encoded in _encode_batch(batch, tokenizer, has_answers):
                 yield _with_end(encoded, tokenizer.end_of_text)
 
 
-def _has_answers(chunk: TextChunk) -> bool:
-    return chunk.document is not None and chunk.document.answers is not None
+def _kind(chunk: TextChunk) -> tuple[bool, bool]:
+    """Return whether a chunk's document has answers and `has_special`.
+
+    Chunks of one kind can be encoded together.
+    """
+    document = chunk.document
+    has_answers = document is not None and document.answers is not None
+    return has_answers, has_answers and document.has_special
 
 
 def _encode_batch(

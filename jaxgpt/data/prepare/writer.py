@@ -30,8 +30,8 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder whose files are moved to `directory` when the block ends.
 
     `directory` is created if necessary. meta.json is moved last. If the block fails, the temporary
-    files are deleted. `directory` is also deleted if it is new and empty. Raises `OSError` if
-    `directory` cannot be written.
+    files are deleted, and so is `directory` if it is new and empty. Raises `OSError` if `directory`
+    cannot be written.
     """
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,8 +52,8 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
 
     The files have the dtype `token_dtype(tokenizer.vocab_size)`. A nonempty split may have a loss
     mask (uint8) at its `mask_path`, with one byte per token. When the block ends, meta.json and the
-    tokenizer's file are added, all files are moved to `directory`, and old splits and masks that
-    were not replaced are deleted. `source` describes the origin of the text.
+    tokenizer's file, if any, are added, all files are moved to `directory`, and old splits and
+    masks that were not replaced are deleted. `source` describes the origin of the text.
 
     Raises:
         OSError: if `directory` cannot be written.
@@ -100,9 +100,8 @@ def write_dataset(
     """Write a dataset in nanoGPT's format.
 
     `tokens` maps each of `SPLITS` to its token IDs, shape (tokens,). The IDs must be in the
-    tokenizer's vocabulary. `source` describes the origin of the text. Any existing dataset in
-    `directory` is replaced, including its other splits. Raises `OSError` if `directory` cannot be
-    written.
+    tokenizer's vocabulary. `source` describes the origin of the text. Old splits and masks in
+    `directory` are replaced or deleted. Raises `OSError` if `directory` cannot be written.
     """
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
@@ -117,8 +116,8 @@ def megatron_writer(
     """Yield a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
 
     The function takes token IDs of shape (tokens,). Pass `ends=False` if the document continues in
-    the next call. Both files appear when the block ends. The last document must be complete.
-    `dtype` must be one of `CODES`.
+    the next call. Both files appear, or replace existing files, when the block ends. The last
+    document must be complete. `dtype` must be one of `CODES`.
 
     Raises:
         UsageError: if a token ID does not fit into `dtype`, or if a document has more than 2^31 - 1

@@ -265,6 +265,32 @@ def test_an_empty_answer_has_an_empty_range():
     assert answers == [(len(text), len(text))]
 
 
+def test_a_generation_block_may_begin_with_a_plus_sign():
+    source = (
+        "{% for m in messages %}{%+ generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    text, answers = ChatTemplate(source, {}, "plain").render(conversation("a")["messages"])
+    assert (text, answers) == ("a", [(0, 1)])
+
+
+def test_files_of_two_kinds_have_the_tokens_that_each_has_alone(tmp_path, chat_tokenizer):
+    """Names of special tokens are text in a prompt, and special tokens in a conversation."""
+    files = (
+        write(tmp_path, [{"prompt": "<|user|>", "completion": "the cat<|end|>"}] * 3, "a.jsonl"),
+        write(tmp_path, [conversation("hello", "there")] * 3, "b.jsonl"),
+    )
+
+    def tokens(*inputs):
+        prepare_text(tmp_path / "d", inputs, str(chat_tokenizer), split="train")
+        columns = ("train.bin", np.uint16), ("train.mask.bin", np.uint8)
+        return [np.fromfile(tmp_path / "d" / name, dtype).tolist() for name, dtype in columns]
+
+    (a, a_mask), (b, b_mask) = map(tokens, files)
+    end = [load_tokenizer(chat_tokenizer).end_of_text]
+    assert tokens(*files) == [a + end + b, a_mask + [1] + b_mask]
+    assert tokens(*files[::-1]) == [b + end + a, b_mask + [1] + a_mask]
+
+
 def test_a_tokenizer_object_has_no_template_even_if_the_working_directory_does(
     tmp_path, monkeypatch
 ):
