@@ -66,18 +66,23 @@ def check_trackers(names: Sequence[str]) -> None:
                 "separate names with spaces"
             )
         extra = getattr(TRACKERS[name], "extra", None)
-        if extra and importlib.util.find_spec(extra) is None:
+        if extra and not _is_installed(extra):
             raise UsageError(
                 f"train.trackers={name}: the package {extra} is not installed; run "
                 f"pip install 'jaxgpt[{extra}]'"
             )
 
 
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder, such as ./wandb, has none
+
+
 class Trackers:
     """All trackers of a run. Only process 0 uses this class.
 
-    Errors in trackers become warnings. While a tracker keeps failing, only its first error and any
-    error in `close` are reported.
+    Errors in trackers become warnings, except when metrics.jsonl is opened. While a tracker keeps
+    failing, only its first error and any error in `close` are reported.
     """
 
     def __init__(self, run: Any, resume_step: int | None, say: Callable[[str], None]):

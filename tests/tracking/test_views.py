@@ -344,8 +344,9 @@ def test_start_up_times_are_one_table_and_no_curves(tmp_path):
     assert table.splitlines()[2:] == ["| compile | 1.5 | 2 | 2.5 | 12345 |"]
 
 
-def test_a_tracker_without_its_package_is_refused_with_the_fix(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_a_tracker_without_its_package_is_refused_with_the_fix(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()  # wandb writes to such a folder
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in ("wandb", "trackio"):
         match = rf"train.trackers={name}: .* pip install 'jaxgpt\[{name}\]'"
         with pytest.raises(UsageError, match=match):
