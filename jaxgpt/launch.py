@@ -129,7 +129,10 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check_settings(command: list[str]) -> None:
-    """Raise `UsageError` if COMMAND runs jaxgpt.train and its settings are invalid."""
+    """Raise `UsageError` if `parse_args` rejects the settings that follow jaxgpt.train in COMMAND.
+
+    Nothing is checked if COMMAND does not contain the word jaxgpt.train, or if help is requested.
+    """
     if TRAIN not in command or is_help(argv := command[command.index(TRAIN) + 1 :]):
         return
     from jaxgpt.optim import CHOICES

@@ -63,7 +63,10 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if an option of `prepare text` is invalid or conflicts with another."""
+    """Raise `UsageError` for some invalid or conflicting options of `prepare text`.
+
+    `prepare` raises the error for the others.
+    """
     if arguments.name in ("", ".", "..") or Path(arguments.name).name != arguments.name:
         raise UsageError(
             f"--name {arguments.name}: must be a name without a path; give a folder with --out"
@@ -131,7 +134,7 @@ def prepare(
 
 
 def check_new(directory: Path, format_: str, overwrite: bool) -> None:
-    """Raise `UsageError` if existing data would be overwritten.
+    """Raise `UsageError` if `directory` contains files that a dataset there could consist of.
 
     If `overwrite` is True, tokenizer files and data in the same format may be replaced, but data in
     the other format still raises the error. Also raises `UsageError` if `directory` is a file, and

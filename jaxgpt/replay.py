@@ -65,7 +65,7 @@ class Stretch(NamedTuple):
 class Difference(NamedTuple):
     """A metric of a repeated step that differs from its recorded value.
 
-    A value is None if it is not finite or if the step is skipped.
+    A value is None if it is missing or not finite, or if the step is skipped.
     """
 
     step: int
@@ -110,9 +110,9 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
 
     Raises:
         UsageError: if `run` is not a run directory with checkpoints, if the mesh is invalid or does
-            not fit the devices, if the configuration in a checkpoint is invalid, if the data has
-            changed or cannot be read, or if a step cannot be repeated.
-        DamagedCheckpoint: if a checkpoint is damaged.
+            not fit the devices, if a checkpoint cannot be read or has an invalid configuration, if
+            the data has changed or cannot be read, or if a step cannot be repeated.
+        DamagedCheckpoint: if a checkpoint to restore is damaged.
         OSError: on process 0, if metrics.jsonl cannot be read.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
     """
@@ -149,9 +149,10 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     - `batch_sizes`: the run's `BatchSizes.changes`.
     - `fingerprints`: the run's `Dataset.fingerprints`.
 
-    Damaged checkpoints are ignored. Raises `UsageError` if `run` is not a run directory with
-    checkpoints, if a checkpoint is temporarily unreadable or belongs to another step, or if a step
-    was not logged or cannot be repeated. Raises `OSError` if metrics.jsonl cannot be read.
+    Checkpoints with damaged JSON are ignored. Raises `UsageError` if `run` is not a run directory
+    with checkpoints, if the folder or the JSON of a checkpoint cannot be read, if the JSON belongs
+    to another step, or if a step was not logged or cannot be repeated. Raises `OSError` if
+    metrics.jsonl cannot be read.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -255,9 +256,8 @@ class Repeater:
         """Open the data and compile the train step; all processes must call this.
 
         JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
-        `fingerprints`, if the mesh does not fit the devices or the configuration, or if the
-        attention kernel or the matmul dtype cannot be used on these devices. Raises `RuntimeError`
-        if JAX fails.
+        `fingerprints`, if the mesh does not fit the devices or the configuration, or if another
+        setting is invalid or cannot be used on these devices. Raises `RuntimeError` if JAX fails.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -287,9 +287,9 @@ class Repeater:
 
         `state` must be the state before the first step. All steps must have the batch size in the
         configuration. The caller must not use `state` afterwards, because its arrays are donated.
-        The metrics are those in `COMPARED`, as NumPy scalars, or None for a skipped step. The loss
-        is in nats per token. All processes must call this. Raises `UsageError` if the data is
-        invalid or cannot be read, and `RuntimeError` if JAX fails.
+        The metrics are those in `COMPARED`, as float32 NumPy arrays of shape (), or None for a
+        skipped step. The loss is in nats per token. All processes must call this. Raises
+        `UsageError` if the data is invalid or cannot be read, and `RuntimeError` if JAX fails.
         """
         import jax
 

@@ -72,9 +72,9 @@ def write(arguments: argparse.Namespace) -> None:
     """Generate samples. Process 0 prints them, separated by `---` lines.
 
     This connects the processes of the job. Raises whatever `check_options` and `join_process_group`
-    raise. In a single-process job, this also raises whatever `samples` raises, and
-    `BrokenPipeError` if the output pipe is closed. In a job with several processes, these errors
-    end the job.
+    raise. In a single-process job, this also raises whatever `samples` raises, and `OSError` if
+    stdout cannot be written (`BrokenPipeError` if the output pipe is closed). In a job with several
+    processes, these errors end the job.
     """
     check_options(arguments)
     with join_process_group() as cluster:
@@ -85,7 +85,7 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Raise `UsageError` if an option is out of range or a stop string is empty."""
+    """Raise `UsageError` if a sampling option or stop string is invalid or --seed is too large."""
     sampling(arguments).check("--")
     if "" in arguments.stop:
         raise UsageError("--stop: is empty; give the string to stop at")

@@ -12,7 +12,7 @@ plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.titlesize": 10})
 
 
 def values_by_device(array):
-    """Return each device's shard of an array as a NumPy array, keyed by device ID."""
+    """Return each addressable device's shard of an array as a NumPy array, keyed by device ID."""
     return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
@@ -26,7 +26,7 @@ def draw_devices(ax, array, title, color_by="device", n_devices=8):
         color_by: "device" colors a number by its device, "position" colors it by its position in
             the column, and "sum" colors all numbers gray. A device ID colors all numbers with that
             device's color.
-        n_devices: number of columns.
+        n_devices: number of columns. Devices with IDs from `n_devices` on are not drawn.
     """
     parts = {device: part.ravel() for device, part in values_by_device(array).items()}
     height = max(part.size for part in parts.values())
@@ -62,7 +62,8 @@ def draw_before_after(before, after, name, colors=("device", "device")):
 def draw_shards(ax, array, title, names=("row", "column")):
     """Draw the shards of an array's last two dimensions, and the devices that hold each shard.
 
-    `names` are the names of the two dimensions.
+    If more than four devices hold a shard, the label is "all devices". `names` are the names of the
+    two dimensions.
     """
     rows, columns = array.shape[-2:]
     owners = {}

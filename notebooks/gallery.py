@@ -31,7 +31,7 @@ PLAN = (
     "--config gpt-7b --device h100 train.batch_size=64 train.gradient_accumulation_steps=8 "
     "parallel.remat=full --json"
 ).split()
-SCATTER = "parallel.reduce_every=microbatch"  # otherwise, accumulated gradients are unsharded
+SCATTER = "parallel.reduce_every=microbatch"  # otherwise, fsdp does not shard accumulated gradients
 STRATEGIES = {
     "data parallel\n(ZeRO 0)": "--mesh 8,1,1 parallel.zero_stage=0",
     "ZeRO 1": "--mesh 1,8,1 parallel.zero_stage=1",

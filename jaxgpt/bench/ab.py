@@ -43,10 +43,11 @@ def run(
     chooses the number of steps. All variants use random tokens as data.
 
     Raises `UsageError` if the job has several processes, if a setting is invalid, if JAX or XLA
-    rejects an option, or if changed settings have no effect on the step. Also raises `UsageError`
-    if a change affects the mesh, the data (except data.document_mask), the vocabulary, or the
-    shapes or shardings of the state or the batch. Raises `RuntimeError` if JAX fails. Also raises
-    whatever `open_job`, `Job.start_jax` and `Rounds` raise.
+    rejects an option, or if a change without options has no effect on the step. Also raises
+    `UsageError` if a change affects the mesh, the data (except data.document_mask), the vocabulary,
+    or the shapes or shardings of the state or the batch. Raises `RuntimeError` if JAX fails, and
+    `ValueError` or `TypeError` if the step does not work with a JAX option. Also raises whatever
+    `open_job`, `Job.start_jax` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}

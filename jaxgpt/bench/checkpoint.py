@@ -1,7 +1,7 @@
 """Time to save and restore a checkpoint, compared with plain files of the same sizes.
 
 Writes are timed until the data is on disk. TensorStore calls fsync for every file that holds
-arrays. Before files are read, they are dropped from the page cache.
+arrays. On Linux, files are dropped from the page cache before they are read.
 """
 
 import os
@@ -32,7 +32,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings. By default, the
     checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
-    folder. If checkpoint.local is set, empty folders are left in it.
+    folder. All hosts must share it. If checkpoint.local is set, folders are left there. They are
+    empty if the benchmark succeeds.
 
     Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
     fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever
@@ -97,9 +98,9 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
 
     This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
     for the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
-    until training can continue. All processes must call this. Raises `OSError` if an earlier
-    checkpoint cannot be removed. Also raises whatever `Checkpoints.save` and `Checkpoints.close`
-    raise.
+    until training can continue. All processes must call this. Raises `OSError` on process 0 if the
+    checkpoint's folder cannot be removed or created. Also raises whatever `Checkpoints.save` and
+    `Checkpoints.close` raise.
     """
     checkpoints = Checkpoints(_empty_folder(job, "checkpoint"), config, job.cluster)
 
@@ -124,8 +125,8 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     """Measure the time to restore and verify the checkpoint that `save` wrote.
 
     Returns `restore_seconds`, the time of the slowest process in seconds. All processes must call
-    this. Raises `OSError` if a file of the checkpoint cannot be opened. Also raises whatever
-    `Checkpoints.restore` raises.
+    this. Raises `OSError` if a file of the checkpoint cannot be opened or flushed. Also raises
+    whatever `Checkpoints.restore` raises.
     """
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     _drop_cached(job, "checkpoint")

@@ -123,7 +123,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Job:
-    """The processes that run a benchmark, and the temporary folder that they share."""
+    """The processes that run a benchmark, and their temporary folder."""
 
     cluster: ProcessGroup
     folder: Path

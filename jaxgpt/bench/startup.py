@@ -77,9 +77,9 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 def medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the spread of the total time, and the median time of each phase, in seconds.
 
-    `starts` contains the startup.json of each start. The total and the time of each phase are
-    maxima over the processes. The result has the keys of `spread`, plus `phases` and the first
-    start's `compile_cache`.
+    `starts` contains the startup.json of each start, and must not be empty. The total and the time
+    of each phase are maxima over the processes. The result has the keys of `spread`, plus `phases`
+    and the first start's `compile_cache`.
     """
     found, first = spread([start["total"]["max"] for start in starts]), starts[0]
     found["phases"] = {

@@ -137,7 +137,8 @@ def rates(
 def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
     """Return a compiled step's memory per device, and the peak memory use so far, in bytes.
 
-    All processes must call this. The peak is None if a process cannot measure it.
+    The compiled step's memory does not include its code. All processes must call this. The peak is
+    None if a process cannot measure it.
     """
     planned = compiled.memory_analysis()
     size = planned.argument_size_in_bytes + planned.output_size_in_bytes

@@ -432,15 +432,16 @@ def restore_params(
 ) -> Params:
     """Return only the parameters of a checkpoint, with the shardings of `shapes`.
 
-    Every process with a device that holds parameters must call this. This writes nothing, so a
-    run may be training in `directory` at the same time.
+    Every process with a device that holds parameters must call this, and all processes if
+    `run_on_all` is given. This writes nothing, so a run may be training in `directory` at the same
+    time.
 
     Args:
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
             shardings: `NamedSharding`s on one mesh. The tree may leave out arrays.
-        run_on_all: `ProcessGroup.run_on_all`, which raises each error on every process. If None, a
-            process may miss errors that occur only on other processes.
+        run_on_all: `ProcessGroup.run_on_all`, which raises each `UsageError` on every process. If
+            None, a process may miss errors that occur only on other processes.
 
     Raises:
         DamagedCheckpoint: if any process finds damaged or missing files, or arrays that do not
@@ -538,8 +539,8 @@ def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
 def silence_orbax() -> None:
     """Silence Orbax, which logs every save and every error that it raises.
 
-    This affects the whole process: it silences the absl and asyncio loggers and one warning, and
-    replaces `sys.unraisablehook`.
+    This affects the whole process: it limits the absl and asyncio loggers to critical messages,
+    silences one warning, and replaces `sys.unraisablehook`.
 
     If Orbax fails to read or write an array, it closes the event loop that other arrays still use,
     and some coroutines are never awaited. Only `sys.unraisablehook` can suppress their tracebacks.

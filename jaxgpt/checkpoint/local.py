@@ -79,11 +79,11 @@ class LocalFolder:
         """Copy the remaining local checkpoints to the run directory. Return log lines.
 
         Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
-        run directory ends `log_interval` or more steps before a checkpoint, a restart may have
-        abandoned the checkpoint, so it is renamed to STEP.stale. A missing metrics.jsonl counts as
-        ending at step 0. A checkpoint with damaged JSON is not copied, and a log line reports the
-        damage. If nothing is copied, renamed or damaged, there are no log lines. Call this only on
-        process 0.
+        run directory ends `log_interval` or more steps before another checkpoint (not counting
+        `PERSISTENT_KINDS`), a restart may have abandoned that checkpoint, so it is renamed to
+        STEP.stale. A missing metrics.jsonl counts as ending at step 0. The remaining checkpoints
+        are copied, unless their JSON is damaged. There is one log line for each checkpoint that is
+        copied, renamed or found to be damaged. Call this only on process 0.
 
         Raises:
             UsageError: if a checkpoint cannot be read, copied or renamed, if its JSON belongs to

@@ -31,7 +31,7 @@ RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
 
 
 class DamagedCheckpoint(UsageError):
-    """A checkpoint has missing or damaged files, or arrays with wrong checksums or shapes."""
+    """A checkpoint has missing or damaged files or arrays, or arrays with wrong shapes."""
 
     def __init__(self, reason: str, remedy: str):
         super().__init__(f"{reason}; {remedy}")
@@ -147,7 +147,7 @@ def list_checkpoints(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a run directory, oldest first.
 
     Every entry of the folder `checkpoints` whose name is a step counts, even if it is damaged.
-    Checkpoints that are still being written have other names. The list is empty if the folder does
+    Checkpoints that a run is still writing have other names. The list is empty if the folder does
     not exist or is a file. Raises `UsageError` if the folder cannot be read.
     """
     folder = directory / "checkpoints"

@@ -20,8 +20,8 @@ def kept_steps(
         saved: the steps of all checkpoints, oldest first.
         checkpoint: the retention settings.
         rewinds: whether the run may rewind. If so, the newest checkpoint.keep multiples of
-            checkpoint.interval are also kept, because a rewind uses only these checkpoints.
-        losses: validation losses by step. Steps without a loss never count as best.
+            checkpoint.interval are also kept, because a rewind uses only such multiples.
+        losses: validation losses by step, without NaNs. Steps without a loss never count as best.
     """
     kept = set(saved[-checkpoint.keep :])
     if rewinds and checkpoint.interval:

@@ -44,7 +44,7 @@ class Launch:
 
     launcher: str
     variable: str | None = None  # the variable that gives the rank, as `NAME=value`
-    through: Literal["mpi", "tcp", None] = None  # None for a single-process job
+    through: Literal["mpi", "tcp", None] = None  # None for a single process without MPI
     rank: int = 0
     size: int | None = 1  # None if only MPI knows the size
     address: str | None = None  # host:port of process 0 if `through` is "tcp"
@@ -55,8 +55,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
 
     The order is: jaxgpt's variables, torchrun, srun with a PMI version that MPICH cannot use, MPI
     launchers (including MPI under srun), plain srun, and torch's RANK and WORLD_SIZE. If none is
-    found, the job has a single process. Raises `UsageError` if the variables are malformed or, in
-    a job without MPI, incomplete or inconsistent.
+    found, the job has a single process. Raises `UsageError` if the variables that it needs are
+    malformed or, in a job without MPI, incomplete or inconsistent.
     """
     if RANK in environ or SIZE in environ:
         return _over_tcp(environ, "by hand", RANK, SIZE, environ.get(COORDINATOR, ""))
@@ -107,8 +107,8 @@ def slurm_step(environ: Mapping[str, str]) -> Launch:
     components) or uses an arbitrary task distribution. By default, the step's first host is assumed
     to run process 0. If there is only one host, or no node list, the default host is 127.0.0.1. The
     default port is below the ephemeral range and is derived from the job and step IDs. Raises
-    `UsageError` if a variable is invalid, if the rank or the number of tasks is missing, or if the
-    rank is not less than the number of tasks.
+    `UsageError` if a variable that it needs is invalid, if the rank or the number of tasks is
+    missing, or if the rank is not less than the number of tasks.
     """
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     address = environ.get(COORDINATOR)
@@ -130,8 +130,7 @@ def job_name(environ: Mapping[str, str]) -> str:
 
     If none is set, two processes on the same host share a name if their session leaders have the
     same parent. Different jobs can therefore share a name, for example in two tmux windows or
-    notebooks. If a session leader has exited, or there is no /proc, even unrelated jobs may share a
-    name.
+    notebooks. If a session leader is not in /proc, even unrelated jobs may share a name.
     """
     job = next((environ[name] for name in JOB_NAMES if environ.get(name)), None)
     stat = Path(f"/proc/{os.getsid(0)}/stat")
@@ -181,7 +180,8 @@ def _mpi(environ: Mapping[str, str], variable: str, size: str | None, launcher: 
 def check_address(key: str, address: str) -> None:
     """Raise a `UsageError` about `key` unless `address` is host:port, with a port from 1 to 65535.
 
-    The host need not resolve, but each label must have 1 to 63 characters in IDNA encoding.
+    The host need not resolve, but it must have an IDNA encoding, with at most 63 characters per
+    label.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -32,10 +32,10 @@ PLUGINS = {
 def accelerator_expected() -> bool:
     """Return whether JAX is expected to find an accelerator on this host. This does not import JAX.
 
-    If JAX_PLATFORMS is set, an accelerator is expected unless its value is `cpu`. Otherwise, an
-    accelerator is expected if a JAX plugin is installed, this host has one of the plugin's device
-    files, and the environment does not hide the devices. A plugin that is not in `PLUGINS` may use
-    any of `DEVICE_FILES`.
+    If JAX_PLATFORMS is not empty, an accelerator is expected unless its value is `cpu`. Otherwise,
+    an accelerator is expected if a JAX plugin is installed, this host has one of the plugin's
+    device files, and the environment does not hide the devices. A plugin that is not in `PLUGINS`
+    may use any of `DEVICE_FILES`.
     """
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms != "cpu"
@@ -52,8 +52,8 @@ def count_accelerators() -> int:
     """Return the number of accelerators on this host, based on device files.
 
     Only devices of the first vendor found (NVIDIA, AMD or Google) are counted. Intel accelerators,
-    and TPUs without a file /dev/accel*, are not counted. If there is an AMD GPU, every render
-    device is counted. Devices hidden by environment variables are also counted.
+    and TPUs without a file /dev/accel*, are not counted. However, if AMD is found first, render
+    devices of all vendors are counted. Devices hidden by environment variables are also counted.
     """
     amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))

@@ -18,7 +18,8 @@ MPIEXEC = ("mpiexec", "mpiexec.hydra", "mpirun", "orterun", "prterun", "torchrun
 def launch_line(environ: Mapping[str, str]) -> str | None:
     """Return the shell-quoted command line that started this job, or None if it is unknown.
 
-    It is known if jaxgpt.launch started the job, or if `find_mpiexec` finds a launcher.
+    It is known if jaxgpt.launch started the job (with Open MPI, only on the launcher's host), or if
+    `find_mpiexec` finds a launcher.
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
@@ -29,8 +30,9 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
 def launch_prefix(environ: Mapping[str, str]) -> str:
     """Return the words to type before `python` to start a program the way this job was started.
 
-    An example is `mpiexec -n 8 `, with a trailing space. The result is empty if the launcher is
-    unknown, or if the launcher's command line does not contain `python`, as with torchrun.
+    An example is `mpiexec -n 8 `, with a trailing space. Without jaxgpt.launch, the result is empty
+    if the launcher is unknown, or if the launcher's command line does not contain `python`, as with
+    torchrun.
     """
     if LAUNCH_PREFIX in environ:
         return environ[LAUNCH_PREFIX]
@@ -44,7 +46,7 @@ def launch_prefix(environ: Mapping[str, str]) -> str:
 
 
 def words_before_python(words: Sequence[str]) -> list[str]:
-    """Return the words before the first Python interpreter, or [] if no word is an interpreter."""
+    """Return the words before `python` (or `python3.12` and so on), or [] if there is none."""
     for i, word in enumerate(words):
         if "=" not in word and re.fullmatch(r"python[\d.]*", Path(word).name):
             return list(words[:i])
@@ -54,7 +56,8 @@ def words_before_python(words: Sequence[str]) -> list[str]:
 def find_mpiexec() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
-    Returns None if /proc is missing, or if no ancestor process has a name in `MPIEXEC`.
+    Returns None if /proc is missing or unreadable, or if no ancestor process has a name in
+    `MPIEXEC`.
     """
     process = os.getppid()
     with contextlib.suppress(OSError):  # no /proc, or a process that has exited

@@ -71,17 +71,17 @@ def place_processes(
             None, the default is the first of these that is known: SLURM_NTASKS_PER_NODE, one
             process per device (unless JAX_PLATFORMS=cpu; one process if a variable such as
             CUDA_VISIBLE_DEVICES hides all devices), the smallest count in SLURM_TASKS_PER_NODE
-            (used only if SLURM_NTASKS is set), one process. The number of slots in a host file is
-            an upper limit. It also replaces the default of one process, unless a variable such as
-            JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
+            (used only if SLURM_NTASKS is set), one process. The smallest number of slots in a host
+            file is an upper limit. It also replaces the default of one process, unless a variable
+            such as JAX_PLATFORMS or CUDA_VISIBLE_DEVICES hides the accelerators.
         host_file: file that lists the hosts. If None, `job_hosts` finds them in `environ`.
         environ: environment variables.
         spare: number of hosts to keep free, taken from the end of the list.
 
     Raises:
-        UsageError: if there are too few hosts, slots or devices, if the processes cannot be divided
-            evenly among the hosts, if `spare` leaves no host, or if the host list or an environment
-            variable is invalid.
+        UsageError: if there are too few hosts, slots or (on a known machine, unless
+            JAX_PLATFORMS=cpu) devices, if the processes cannot be divided evenly among the hosts,
+            if `spare` leaves no host, or if the host list or an environment variable is invalid.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
@@ -146,7 +146,8 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
 
     The devices are taken from the environment, from `MACHINES` or from this host. All hosts are
     assumed to have the same devices. Example: `host a: rank 0 on device 0+1`. A line says `on CPUs`
-    if the host has fewer devices than processes, or if JAX_PLATFORMS=cpu is set.
+    if the host has fewer devices than processes, or if JAX_PLATFORMS=cpu is set. On Frontier, a
+    line only says that Slurm chooses the devices.
     """
     machine, per_host = layout.machine, layout.per_host
     visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)

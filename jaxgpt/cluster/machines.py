@@ -101,7 +101,7 @@ MACHINES = (
 
 
 def find_machine(host_name: str, environ: Mapping[str, str]) -> Machine | None:
-    """Return the machine that a host belongs to, or None if that machine is not in `MACHINES`.
+    """Return the machine that a host belongs to, or None if none in `MACHINES` matches.
 
     The variables in `environ` take precedence over `host_name`, which may be short or full.
     """

@@ -89,7 +89,7 @@ class Monitor:
         self.rank, self.size = 0, 1
         self.host_names: tuple[str, ...] = ()  # by rank; empty until known
         self.received: dict[int, str] = {}  # on process 0: newest message by rank
-        self.stalled = 0.0  # seconds since `connect` in which the OS did not run this process
+        self.stalled = 0.0  # seconds since `connect` when the OS did not run this process
         self.on_hang: Callable[[], None] = lambda: None  # called before exiting because of a hang
         self.stacks = self.advice = ""  # for the reports of hangs and lost processes
         self._limit = limit

@@ -39,7 +39,7 @@ class ProcessGroup:
     """The processes of a job, as seen by one of them.
 
     The job lasts as long as the group's `with` block. In a job with several processes, an exception
-    that propagates out of the block is reported, and all processes are terminated.
+    that propagates out of the block is reported (except Ctrl-C), and all processes are terminated.
     """
 
     launcher: str
@@ -49,7 +49,7 @@ class ProcessGroup:
     local_size: int = 1  # number of processes on this host
     hosts: tuple[int, ...] = (0,)  # by rank: the first rank on the same host
     host_names: tuple[str, ...] = ("localhost",)  # by rank
-    machine: Machine | None = None  # None if not in MACHINES
+    machine: Machine | None = None  # from `find_machine`
     mpi_library: str | None = None
     timeout: float = INIT_TIMEOUT  # seconds to wait for other processes at startup
     notes: tuple[str, ...] = ()  # log lines about problems that jaxgpt worked around
@@ -97,8 +97,9 @@ class ProcessGroup:
     def raise_if_any(self, error: str | None) -> None:
         """If any process has an error, raise `UsageError` on all processes.
 
-        `error` is this process's message, or None. If several processes have errors, the message
-        from the lowest rank is used. All processes must call this.
+        `error` is this process's message; None or an empty string means no error. If several
+        processes have errors, the message from the lowest rank is used. All processes must call
+        this.
         """
         if found := [e for e in self.allgather(error) if e]:
             raise UsageError(*found[0].splitlines())
@@ -148,15 +149,15 @@ def join_process_group(
 
     If some processes do not start in time, the job ends with status 1 and an error that lists them
     if possible. It also ends with status 1 if processes report conflicting ranks or numbers of
-    processes. In a job with several processes, this starts the monitor's thread and raises the
-    limit on open files. Under an MPI launcher, this initializes MPI, and starts the thread even for
-    a single process.
+    processes. In a job with several processes, this starts the monitor's thread and, if necessary,
+    raises the limit on open files. Under an MPI launcher, this initializes MPI, and starts the
+    thread even for a single process.
 
     Args:
         timeout: seconds to wait for the other processes.
         limit: how long a process may be silent or make no progress before the job ends with status
-            70. None means no limit. In a single-process job, the limit takes effect when
-            `monitor.start` is called.
+            70. None means no limit. In a single-process job without MPI, the limit takes effect
+            when `monitor.start` is called.
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:
@@ -232,10 +233,10 @@ def _host_identity() -> list[str]:
 
 
 def start_mpi(launch: Launch, for_threads: bool = False) -> str:
-    """Initialize MPI unless it is already initialized. Return the name of the MPI library.
+    """Initialize MPI unless it is already initialized. Return the MPI library's name and version.
 
-    The initialization waits for all processes. If `for_threads` is set, several threads may use
-    MPI. MPI is finalized when the process exits.
+    The initialization waits for all processes. If `for_threads` is set, it requests support for
+    calls from several threads. MPI is finalized when the process exits if this initialized it.
 
     Raises `UsageError` if MPI cannot be loaded or treats each process as a separate job. The error
     is a `SingleRankUsageError` if the other processes may not notice the problem.

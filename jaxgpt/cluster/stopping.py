@@ -19,8 +19,8 @@ from jaxgpt.cluster.timeouts import COMMAND, DEBOUNCE, SAVE_MARGIN
 class TimeLimit(NamedTuple):
     """Time limit of a run or of its job."""
 
-    seconds: float | None = None  # None for no limit
-    line: str = ""  # source of the limit, for the log
+    seconds: float | None = None  # from its creation; None if there is no limit or it is unknown
+    line: str = ""  # source of the limit, or why there is none or it is unknown; for the log
     ends_job: bool = False  # whether the scheduler kills the job at the limit
 
 
@@ -31,7 +31,7 @@ def margin(seconds: float, save: float, step: float) -> float:
     stop. The result is at most max(`seconds` / 4, 1.5 * `save`).
 
     Args:
-        seconds: seconds from the start of the run to the end of the job.
+        seconds: seconds to the end of the job when `time_limit` was called.
         save: duration of the slowest save so far, in seconds.
         step: duration of the slowest step so far, in seconds, including any evaluation or
             checkpoint.
@@ -87,7 +87,7 @@ class StopSignal:
         self._set_alarm()
 
     def describe(self) -> str:
-        """Return a log line: the time limit and its source, or the reason for having no limit.
+        """Return a log line: the time limit and its source, or why there is none or it is unknown.
 
         Call this on process 0, which has the limit.
         """
@@ -114,7 +114,7 @@ class StopSignal:
         """Reserve enough time at the end of the job for a checkpoint that takes `seconds`.
 
         Prints a line if this makes the run stop earlier. Does nothing if the time limit is not the
-        end of the job.
+        end of the job. Raises whatever `say` raises.
         """
         self._learn(save=seconds)
 
@@ -157,7 +157,8 @@ class StopSignal:
     def reached(self, step: int) -> bool:
         """Return whether all processes have agreed to stop after `step`.
 
-        All processes must call this once per step.
+        All processes must call this once per step, with `step` = 1, 2, 3 and so on, even after a
+        rewind. Raises whatever `say` or `sync_point` raises.
         """
         now = time.monotonic()
         if self._step_began is not None:

@@ -64,13 +64,13 @@ class Supervisor:
         This is the status of the last attempt (128 + N if signal N killed its launcher). There are
         four exceptions if the supervisor has received a signal:
 
-        - After a second Ctrl-C, the status is 130 or 75.
-        - If an attempt has reported a checkpoint, every status except 0, 130 and 141 (after
-          `| head`) is replaced with 75.
-        - If no attempt has reported a step, every status except 0, 2, 75, 130 and 141 is replaced
-          with 128 plus the signal's number.
-        - If the signal arrives between two attempts and no checkpoint has been reported, the status
-          is 128 plus the signal's number.
+        - If Ctrl-C follows an earlier signal, the status is 130 or 75.
+        - If the newest progress report includes a checkpoint, every status except 0, 130 and 141
+          (after `| head`) is replaced with 75.
+        - If no attempt has reported progress, every status except 0, 2, 75, 130 and 141 (after
+          `| head`) is replaced with 128 plus the signal's number.
+        - If the signal arrives between two attempts and the newest report includes no checkpoint,
+          the status is 128 plus the signal's number.
 
         Call this in the main thread. Any of `stop_signals` is forwarded to the launcher as SIGUSR1,
         but Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the
@@ -224,12 +224,12 @@ class Supervisor:
 async def check_hosts(
     layout: ProcessLayout, launcher: Launcher, hosts: Sequence[str], job: str, directory: str
 ) -> dict[str, str | None]:
-    """Probe all hosts in parallel, and kill leftover processes of `job` on each host.
+    """Probe all `hosts` in parallel, and kill leftover processes of `job` on each host.
 
-    A healthy host has /proc, can write to `directory`, can compute on each of its devices, and
-    answers within `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's
-    problem, or to None if the host is healthy. Raises `OSError` if the launcher cannot be started.
-    Also raises whatever `launcher` raises.
+    A host is healthy if it has /proc, the leftover processes exit, `directory` is writable, JAX
+    finds its devices and can use them, and the probe ends within `SLOW_DISK` seconds. Returns a
+    dict that maps each host name to the host's problem, or to None if the host is healthy. Raises
+    `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}

@@ -1,5 +1,5 @@
 """Tables of other programs' flags. Flags with the same meaning as a jaxgpt setting are accepted.
-For all other flags, the error message suggests what to use instead.
+Flags without effect here are ignored. For some others, a message suggests what to use instead.
 
 Sources: nanoGPT's configurator.py, wordplay's Hydra keys, the arguments.py of Megatron-LM and
 Megatron-DeepSpeed, DeepSpeed's JSON keys, torchtitan's job configs, MaxText's base.yml, and
@@ -338,9 +338,9 @@ VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")
 
 
 def find(table: dict[str, str], word: str) -> str:
-    """Return a table's entry for a flag, or an empty string if there is none.
+    """Return a table's entry for a word, or an empty string if there is none.
 
-    Each key of the table lists one or more flags, separated by spaces.
+    Each key of the table lists one or more words, separated by whitespace.
     """
     return next((text for words, text in table.items() if word in words.split()), "")
 

@@ -14,11 +14,10 @@ from jaxgpt.config.translate import translate
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises `UsageError` for mistakes and rejects abbreviated options.
+    """Argument parser that raises `UsageError` for mistakes and rejects abbreviated `--` options.
 
     Options may be written with underscores instead of dashes, as in nanoGPT. The message for an
-    unknown option suggests a similar option. If no option is similar, or if a required option is
-    missing, the message shows the usage.
+    unknown option suggests a similar option, or shows the usage if no option is similar.
     """
 
     def __init__(self, **options):
@@ -105,9 +104,9 @@ def file_path(given: str) -> Path:
 
 
 def whole_number(least: int = 1, bits: int = 63) -> Callable[[str], int]:
-    """Return an argparse type for decimal integers from `least` to 2^bits - 1.
+    """Return an argparse type for integers of at most 20 digits, from `least` to 2^bits - 1.
 
-    The type raises `ArgumentTypeError` for anything else.
+    `least` must not be negative. The type raises `ArgumentTypeError` for anything else.
     """
 
     def convert(given: str) -> int:

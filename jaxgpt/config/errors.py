@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux and macOS
+MAX_NAME, MAX_PATH = 255, 4000  # bytes; approximately the limits of Linux
 
 
 class UsageError(ValueError):
@@ -42,7 +42,7 @@ def nearest(name: str, choices: Iterable[str], least: float = 0.6) -> str | None
 
 
 def expand_user(path: str, key: str = "") -> str:
-    """Expand ~ or ~USER at the start of a path. Shells do not expand `key=~/...`.
+    """Expand ~ or ~USER at the start of a path. Most shells do not expand `data.path=~/...`.
 
     Raises `UsageError` if the home directory is unknown, if the path or a name in it is too long
     (see `MAX_PATH` and `MAX_NAME`), or if the path contains a null character. The message begins
@@ -58,7 +58,7 @@ def expand_user(path: str, key: str = "") -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's message. For an `OSError`, leave out the error number and the path.
+    """Return an error's message. For an `OSError`, return only its `strerror` if that is set.
 
     If there is no message, return the name of the error's type. The message of a `KeyError` is only
     the missing key, so the type is added.
@@ -83,8 +83,8 @@ def parse_yaml(text: str, loader: type = yaml.SafeLoader) -> Any:
 def read_json(path: Path, shape: Any) -> Any:
     """Parse a JSON file and return its value.
 
-    Raises `OSError` if the file is not readable, and `ValueError` if its content is not JSON or
-    does not have the given shape (see `check_shape`).
+    Raises `OSError` if the file is not readable, and `ValueError` if its content cannot be parsed
+    or does not have the given shape (see `check_shape`).
     """
     try:
         value = json.loads(path.read_text())

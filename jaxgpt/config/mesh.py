@@ -74,7 +74,8 @@ class MeshShape(dict[str, int]):
     def fill(self, n_devices: int) -> "MeshShape":
         """Return the shape for this number of devices, with -1 replaced by the inferred size.
 
-        Raises `ValueError` if the sizes do not fit the number of devices.
+        At most one size may be -1. Raises `ValueError` if the sizes do not fit the number of
+        devices.
         """
         known = self.n_devices
         if self.is_filled and known != n_devices:

@@ -101,28 +101,30 @@ def parse_args(
 ) -> Config:
     """Return the validated configuration that a command line describes.
 
-    `--help` prints all keys and exits with status 0. If the next word is a key (`--help
-    model.n_layer`), only this key is printed. Otherwise, if the first word without a dash is a
-    group (`--help model`) or a key, only that group or key is printed. A misspelled group after
-    `--help` is an error.
+    `--help` or `-h` prints all keys and exits with status 0. If the next word is a key (`--help
+    model.n_layer`), only this key is printed. Otherwise, if the first word without a leading dash
+    is a group (`--help model`) or a key, only that group or key is printed. A misspelled group
+    after `--help` raises `UsageError`.
     `train.batch_size_per_device` is converted to `train.batch_size` and set to None, unless
     `counts_devices_later` keeps it.
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
             `--config`. Without `--config`, the settings come from the first available source: a
-            valid config.yaml in `--out`, `saved_settings`, or a preset (`tiny`, or another
-            program's preset if `argv` has that program's flags). The file's `out` is ignored. If
-            `argv` sets a data source, the file's data sources are ignored. If `argv` sets
-            `train.batch_size`, the file's `train.batch_size_per_device` is ignored. If the settings
-            come from `--out`, `data.accept_changes` and `checkpoint.resume` are also ignored.
+            readable config.yaml in `--out`, `saved_settings`, or, if there is no config.yaml, a
+            preset (`tiny`, or another program's preset if `argv` has that program's flags). The
+            file's `out` is ignored. If `argv` sets a data source, the file's data sources are
+            ignored. If `argv` sets `train.batch_size`, the file's `train.batch_size_per_device` is
+            ignored. If the settings come from `--out`, `data.accept_changes` and
+            `checkpoint.resume` are also ignored.
         prog: Name of the command, for `--help` and for corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options of the
-            initial weights, by name. These options override the defaults and a preset, but not the
-            user's YAML file, the run directory or the command line. However, a preset in `--config`
-            can reduce model.block_size. Called only if train.init_from is set.
+            initial weights, by name, including `block_size`. These options override the defaults
+            and a preset, but not the user's YAML file, the run directory or the command line.
+            However, a preset in `--config` can reduce model.block_size. Called only if
+            train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            Called if `--config` is not given and the folder in `--out` has no valid config.yaml.
+            Called if `--config` is not given and the folder in `--out` has no readable config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, these keys are not checked.
         note: Called with each remark, such as a note about another program's flags or the computed
@@ -328,16 +330,16 @@ def train_command(
     """Translate another program's arguments.
 
     Returns the jaxgpt.train command, a list of remarks, and a list of the arguments and values that
-    could not be translated. Arguments that have no effect in jaxgpt appear only in the remarks.
+    could not be translated. Arguments that have no effect in jaxgpt appear at most in the remarks.
     `config` is the preset to use if the arguments neither select a preset nor identify the other
     program. None means no preset. `quote` quotes an argument for the shell. `n_devices` is the
     number of devices, or None if it is unknown. A value with a shell variable, such as $SIZE, is
-    copied unchecked unless it needs conversion. Preset names, meshes, lines of data.blend, settings
-    whose choices are defined in higher layers (such as `optimizer.name`), and contradictions
-    between settings are not checked. Misspelled keys, and invalid values with a known fix, are
-    corrected. The remarks explain all corrections and omissions except these: flags of other
-    programs that are set to false or have no further effect, arguments that are overridden by later
-    ones, and MaxText's base.yml. If `argv` refers to a DeepSpeed configuration, that file is read.
+    copied unchecked unless it needs conversion. Preset names, lines of data.blend, settings whose
+    choices are defined in higher layers (such as `optimizer.name`), and the rules in `validate` are
+    not checked. Misspelled keys, and invalid values with a known fix, are corrected. The remarks
+    explain most corrections and omissions, but not, for example, flags of other programs that are
+    set to false, arguments that are overridden by later ones, or MaxText's base.yml. If `argv`
+    refers to a DeepSpeed configuration, that file is read.
     """
     line = translate(argv, presets(), guesses=False, n_devices=n_devices)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
@@ -379,8 +381,8 @@ def override_data(config: Config, argv: Sequence[str]) -> Config:
 
     A data source in `argv` replaces all data sources of `config`. checkpoint.resume is reset to its
     default. data.accept_changes is also reset, unless `argv` sets it. Raises `UsageError` if `argv`
-    contains a setting outside `data`, a malformed value, or both data.dataset and another data
-    source, or if the result is invalid.
+    contains a setting that is unknown, malformed or outside `data`, or both data.dataset and
+    another data source, or if the result is invalid.
     """
     line = translate(argv, presets())
     if line.problems:

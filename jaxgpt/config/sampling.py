@@ -13,8 +13,8 @@ class Sampling:
     """Options that turn logits into the distribution of the next token.
 
     The options are applied in the order of the fields, as in transformers. `top_p` and `min_p`
-    apply only to tokens that the earlier options have kept. If `temperature` is 0, the other
-    options have no effect.
+    apply only to tokens that the earlier options have kept. Tokens that tie with a kept token are
+    also kept. If `temperature` is 0, the other options have no effect.
     """
 
     temperature: float = 0.0  # divisor of the logits; 0 always takes the most likely token
@@ -29,7 +29,7 @@ class Sampling:
     def check(self, prefix: str = "") -> None:
         """Raise `UsageError` if a value is not a number or is out of range.
 
-        `temperature` must be 0 or between 1e-6 and 1e6. `top_k` must be a whole number, at least 1.
+        `temperature` must be 0 or between 1e-6 and 1e6. `top_k` must be an integer, at least 1.
         `top_p` and `min_p` must be above 0 and at most 1. `top_k`, `top_p` and `min_p` may also be
         None.
 

@@ -15,7 +15,7 @@ def should_evaluate(config: Config, step: int) -> bool:
     """Return whether a run evaluates after this step.
 
     A run evaluates every train.eval_interval steps (0 disables this) and after step
-    train.max_iters. The evaluation before the first step, signals and rewinds are not considered.
+    train.max_iters. The evaluation before the first step, stops and restarts are not considered.
     """
     train = config.train
     return step == train.max_iters or should_run_every(step, train.eval_interval)

@@ -164,13 +164,13 @@ class OptimizerConfig:
     a short decay to min_lr at the end (wsd: warm-up, stable, decay; arXiv 2404.06395); or a
     constant rate (constant)."""
     min_lr: float | None = None
-    """Learning rate at and after step lr_decay_iters. None means a tenth of the peak. The constant
-    schedule ignores it."""
+    """Final learning rate. None means a tenth of the peak. The constant schedule ignores it."""
     warmup_iters: CountOrZero = 50
     """Number of steps of linear warm-up."""
     lr_decay_iters: Count = 300
-    """Step at which cosine or wsd reaches min_lr, usually train.max_iters. The two are separate
-    settings, so that a longer run does not change the learning rates of earlier steps."""
+    """Step at which cosine or wsd reaches min_lr, if it is after warm-up; usually train.max_iters.
+    The two are separate settings, so that a longer run does not change the learning rates of
+    earlier steps."""
     wsd_decay_iters: Count | None = None
     """Number of steps of wsd's decay, which ends at lr_decay_iters. None means a fifth of
     lr_decay_iters."""
@@ -181,8 +181,8 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate. Biases
     and norm scales are not decayed."""
     beta1: Rate = 0.9
-    """Decay rate of the first moment in adamw and lion. It also applies to the parameters that muon
-    leaves to adamw."""
+    """Decay rate of the first moment in adamw; in lion, weight of the momentum in the update. It
+    also applies to the parameters that muon leaves to adamw."""
     beta2: Rate = 0.99
     """Decay rate of the second moment or, in lion, of the momentum. For adamw with large batches,
     0.95 works well. sgd and adafactor ignore it; adafactor's decay rate increases with the step
@@ -359,7 +359,7 @@ class ParallelConfig:
     The latter saves memory with ZeRO stages 2 and 3, and has no effect with stages 0 and 1.
     parallel.offload=state always reduces gradients after each microbatch."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are sent between devices; bfloat16 halves the traffic."""
+    """Dtype in which gradients are summed over devices; bfloat16 halves this traffic."""
     schedule: Literal["gpipe", "circular"] = "gpipe"
     """Pipeline schedule with stage > 1: each stage holds one group of consecutive layers (gpipe,
     arXiv 1811.06965), or stage_repeats groups, which shortens the bubble (circular, arXiv
@@ -376,8 +376,8 @@ class CheckpointConfig:
     """Saving checkpoints and resuming from them."""
 
     interval: CountOrZero = 150
-    """Steps between regular checkpoints; 0 disables them. A run that ends or stops always saves its
-    last step."""
+    """Steps between regular checkpoints; 0 disables them. A run also saves its last step, and the
+    current step if a signal or the time limit stops it."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = None
@@ -415,8 +415,8 @@ class SpikeConfig:
     2204.02311, section 5.1). Unless this is off, updates with a non-finite loss or gradient are
     discarded, too."""
     window: Window = 128
-    """Number of recent steps that each step is compared with. Detection begins once this many steps
-    have run."""
+    """Number of recent steps that each step is compared with. Detection begins once this many
+    finite steps have run."""
     loss_threshold: AtLeastOne = 6.0
     """A loss this many robust standard deviations above the median of the window is a spike."""
     grad_norm_threshold: AtLeastOne = 20.0
@@ -445,9 +445,9 @@ class FaultsConfig:
     random_tokens: tuple[int, ...] = ()
     """Ranges of steps that train on random tokens, in the format of train_range_to_skip."""
     nan_step: Count | None = None
-    """Step at which the gradient of one device is NaN."""
+    """Step at which the gradient of one device's rows is NaN."""
     nan_device: CountOrZero = 0
-    """Index, in the flattened mesh, of the device with the NaN gradient."""
+    """Index, in the flattened mesh, of a device that processes these rows."""
     bit_flip_step: Count | None = None
     """Step after which one bit in the parameters of one device is flipped."""
     bit_flip_device: CountOrZero = 0

@@ -16,8 +16,8 @@ MAX_ELEMENTS = 10**15  # limit on the number of weights in all matrices of a mod
 def validate(config: Config) -> None:
     """Raise `UsageError` if settings contradict each other.
 
-    Also raises `UsageError` if a value has the right type but is invalid, such as a malformed mesh,
-    an empty `out`, or a size that is too large. train.batch_size_per_device is ignored (see
+    Also raises `UsageError` for some invalid values of the right type, such as a malformed mesh, an
+    empty `out`, or a size that is too large. train.batch_size_per_device is ignored (see
     `with_batch_size`). Types, bounds, choices (see `check_choices`), and rules that depend on the
     data or the devices are checked elsewhere.
     """
@@ -232,9 +232,10 @@ def parse_mesh(text: str, n_devices: int | None = None) -> MeshShape:
 def mesh_shape(config: Config, n_devices: int | None = None) -> MeshShape:
     """Return the mesh shape that parallel.mesh describes.
 
-    `n_devices` is the job's number of devices. If it is None, a size of -1 is kept, and the number
-    of devices is not checked. Raises `UsageError` if parallel.mesh is malformed, or if the parallel
-    layout does not fit the devices, the model or other settings.
+    `n_devices` is the job's number of devices. If it is None, a size of -1 is kept and counts as 1,
+    and the number of devices is not checked. Raises `UsageError` if parallel.mesh is malformed, or
+    if the parallel layout does not fit the devices, the model or other settings. The batch size is
+    not checked (see `check_batch`).
     """
     model, key = config.model, f"parallel.mesh={config.parallel.mesh}"
     shape = parse_mesh(config.parallel.mesh, n_devices)

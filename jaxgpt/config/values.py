@@ -32,8 +32,9 @@ def strings_of(name: str, kind: Any, value: Any) -> list[str]:
 def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
     """Return the value of the setting `name`, parsed from `words`.
 
-    Expands ~ in paths, and accepts aliases from other programs, such as bf16 for bfloat16. Raises
-    `UsageError` if the setting does not allow the value.
+    Expands ~ in the settings listed in `_PATHS`, and accepts aliases from other programs, such as
+    bf16 for bfloat16. Raises `UsageError` if the setting does not allow the value, or if ~ cannot
+    be expanded.
     """
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]

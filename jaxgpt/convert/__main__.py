@@ -31,7 +31,7 @@ KINDS = {
 
 
 def parser() -> CommandParser:
-    """Return the parser. The options of each KIND match the parameters of its function."""
+    """Return the parser. Each argument of a KIND is a parameter of its function."""
     out = CommandParser(
         prog="python -m jaxgpt.convert",
         description=__doc__,

@@ -59,12 +59,13 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     """Convert a shell script or a command line to a jaxgpt command.
 
     Returns the command (a list of one string) and the omitted arguments that would change the run.
-    `words` holds a script's path, a command line as one string, or the words of a command line. If
-    a program in `PROGRAMS` is called several times, only the first call is converted. Notes about
-    changed, ignored or omitted arguments are printed to stderr.
+    `words` holds a script's path, a command line as one string, or the words of a command line.
+    Only the first call of a program in `PROGRAMS` is converted. Notes about changed, ignored or
+    omitted arguments are printed to stderr.
 
     Raises:
-        UsageError: if no program in `PROGRAMS` is called, or if the script cannot be read.
+        UsageError: if no program in `PROGRAMS` is called, if the script cannot be read, or if a
+            number of processes or hosts has more than 18 digits.
     """
     shown, text = " ".join(words), shlex.join(words) if len(words) > 1 else "".join(words)
     if len(words) == 1 and os.path.isfile(text):  # a command line may be too long to be a path

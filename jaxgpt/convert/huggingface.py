@@ -184,9 +184,10 @@ def _write_tokenizer(
 ) -> list[str]:
     """Write a tokenizer.json and its companion files to `folder`. Return the lines to print.
 
-    If the run has no tokenizer_config.json, a new one is written. If the run does not use a
-    tokenizer.json, nothing is written, and the returned line says so. Raises `UsageError` if the
-    `tokenizers` package is needed but not installed, and `OSError` if a file cannot be written.
+    If the run has no tokenizer_config.json, a new one is written, and the post-processor, which may
+    add special tokens, is removed from tokenizer.json. If the run does not use a tokenizer.json,
+    nothing is written, and the returned line says so. Raises `UsageError` if the `tokenizers`
+    package is needed but not installed, and `OSError` if a file cannot be written.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return ["tokenizer: not exported, because this run does not use a tokenizer.json"]
@@ -195,14 +196,14 @@ def _write_tokenizer(
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
     if not (folder / COMPANIONS[0]).exists():
+        # jaxgpt trains on text without special tokens, even if tokenizer.json would add some.
+        content = json.loads((folder / TOKENIZER).read_text())
+        _write_json(folder / TOKENIZER, content | {"post_processor": None})
         end = tokenizer.end_of_text
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": model.block_size,
             "clean_up_tokenization_spaces": False,
-            # jaxgpt trains on text without special tokens, even if tokenizer.json would add some.
-            "add_bos_token": False,
-            "add_eos_token": False,
         }
         settings |= {} if end is None else {"eos_token": tokenizer.decode([end])}
         _write_json(folder / COMPANIONS[0], settings)

@@ -86,10 +86,9 @@ class Merged:
         return tuple(shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return rows [start, stop) as float32. The range must not be empty.
+        """Return rows [start, stop) as float32, like `Tensor.read`.
 
-        If `stop` is None, return all rows from `start` on. Raises `UsageError` if the rows cannot
-        be read.
+        Raises `UsageError` if the rows cannot be read.
         """
         if self.axis is None:
             return self.parts[0].read(start, stop)
@@ -140,7 +139,7 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
 
     `path` is a checkpoint folder, or a parent folder with a file that names the latest checkpoint.
     Raises `UsageError` if the folder is missing, if it has no checkpoint in a supported format, or
-    if a file is missing for a rank below the largest ranks found. Raises `OSError` if the name of
+    if a file is missing for a rank up to the largest ranks found. Raises `OSError` if the name of
     the latest checkpoint cannot be read or a folder cannot be accessed.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
@@ -186,9 +185,9 @@ def is_harmless(name: str) -> bool:
 def load(file: Path) -> tuple[dict[str, Any], dict[str, TorchTensor]]:
     """Load one rank's file. Return Megatron's arguments and a dict of tensors (see `flat`).
 
-    An argument is a number, a string, None, or a list of these. Enum members are replaced with
-    their values. Raises `UsageError` if the file cannot be read or is not a supported checkpoint,
-    or if torch is missing or too old.
+    An argument is a bool, a number, a string, None, or a list of these. Enum members are replaced
+    with their values. Raises `UsageError` if the file cannot be read or is not a supported
+    checkpoint, or if torch is missing or too old.
     """
     state = torch_file.load(file, is_harmless)
     if not isinstance(state, dict):

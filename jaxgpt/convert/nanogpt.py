@@ -24,9 +24,9 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
     """Import a ckpt.pt as initial weights for a run. Return the lines to print.
 
     `out` is the run directory to create. `tokenizer` is a path that `read_tokenizer` accepts, or
-    None if the tokenizer is unknown. Raises `UsageError` if the file is missing, damaged or not
-    from nanoGPT, if the tokenizer cannot be read or does not fit the model, or if torch is missing
-    or too old. Also raises whatever `write_weights` raises.
+    None if the tokenizer is unknown. Raises `UsageError` if the file cannot be read, is damaged or
+    is not from nanoGPT, if the tokenizer cannot be read or does not fit the model, or if torch is
+    missing or too old. Also raises whatever `write_weights` raises.
     """
     checkpoint = torch_file.load(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -84,8 +84,8 @@ def to_nanogpt(
 
     Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
     unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not
-    installed. Raises `OSError` if model_args.json cannot be written. Also raises whatever
-    `new_folder` and `write_folder` raise.
+    installed. Raises `OSError` if model_args.json cannot be written, unless the disk is full. Also
+    raises whatever `new_folder` and `write_folder` raise.
     """
     step = choose_checkpoint(run, step)
     model = config_from_dict(read_meta(run, step)["config"], str(run)).model

@@ -16,7 +16,7 @@ from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
+SHARD_BYTES = 500_000_000  # default `max_bytes`; each file is held in memory until it is written
 DTYPES = ("F32", "F16", "BF16")  # safetensors' names for the dtypes in `FLOATS`
 
 
@@ -51,9 +51,10 @@ class SafeTensor:
 def open_folder(folder: Path) -> dict[str, SafeTensor]:
     """Return a dict that maps names to the tensors in a folder, without reading their data.
 
-    The folder has either one file or several files with an index. Raises `UsageError` if a file is
-    missing, unreadable or damaged, if a tensor in the index is missing, or if the `safetensors`
-    package is not installed. Raises `OSError` if the folder cannot be accessed.
+    Opens `FILE` if it exists, and otherwise the tensors that `INDEX` lists. Raises `UsageError` if
+    the folder or a file is missing, if a file is unreadable or damaged, if a tensor in the index is
+    missing, or if the `safetensors` package is not installed. Raises `OSError` if a path cannot be
+    accessed.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is not a folder; give one with config.json and {FILE}")
@@ -157,7 +158,7 @@ def write_folder(
     dtype: str,
     max_bytes: int,
 ) -> None:
-    """Write tensors to one file, or to an index and shards of at most `max_bytes` each.
+    """Write tensors to one file, or to several shards and an index.
 
     Each shard is held in memory, because the `safetensors` package writes complete files. A tensor
     larger than `max_bytes` gets a separate shard.
@@ -166,7 +167,7 @@ def write_folder(
         folder: existing folder to write to.
         tensors: (name, rows) pairs in the order of `shapes`. A tensor may be split into several
             consecutive pairs.
-        shapes: shape of each tensor by name.
+        shapes: shape of each tensor by name. Each tensor must have at least one row.
         dtype: key of `FLOATS`.
         max_bytes: maximum total size of the tensors in a shard, in bytes.
 

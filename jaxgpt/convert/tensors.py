@@ -37,10 +37,10 @@ class Tensor(Protocol):
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` when the block ends without an error.
 
-    Missing parent folders of `out` are created. After an error, the temporary folder is removed. If
-    the process is killed, `<out>.partial-*` remains. Raises `UsageError` if `out` exists and is not
-    a readable, empty folder, if no folder can be created next to it, or if the disk is full. Other
-    errors in the block or while renaming are propagated.
+    Missing parent folders of `out` are created. After an error in the block, the temporary folder
+    is removed. If the process is killed, `<out>.partial-*` remains. Raises `UsageError` if `out`
+    exists and is not a readable, empty folder, if no folder can be created next to it, or if the
+    disk is full. Other errors in the block or while renaming are propagated.
     """
     out = out.absolute()
     try:

@@ -73,12 +73,14 @@ def load(path: Path, is_harmless: Callable[[str], bool] = lambda _: False) -> An
 
     Args:
         is_harmless: predicate that receives the full name of a class or function. It is not called
-            for names that `torch.load` allows, such as those of tensors, dict and OrderedDict. If
-            it returns True, objects of the class are replaced with `Inert`. If it returns False, or
-            if a replaced object contains items, the file is rejected.
+            for names that `torch.load` allows, such as those of tensors and OrderedDict. If it
+            returns True, the class or function is replaced with `Inert`. If it returns False, if
+            `torch.load` blocks the module (such as os), or if the file adds items to an `Inert`
+            object, the file is rejected.
 
-    Raises `UsageError` if the file is missing, damaged or not in a format that `torch.load` reads
-    with `weights_only`, if `is_harmless` rejects a name, or if torch is missing or too old.
+    Raises `UsageError` if the file cannot be read, is damaged or not in a format that `torch.load`
+    reads with `weights_only` and `mmap`, if the file is rejected, or if torch is missing or too
+    old.
     """
     torch = _torch()
     try:

@@ -24,9 +24,11 @@ class BlendEntry:
     """One source in the configuration of a run."""
 
     weight: Fraction
-    weight_text: str  # as given by the user
+    weight_text: str  # as given by the user, or "1" without a blend
     path: Path
-    corpus: str  # default: name of the folder or file, or the full path if the name is ambiguous
+    # Default: name of the folder or file (in a blend, without .bin or .idx), or the path if the
+    # name is ambiguous.
+    corpus: str
     key: str  # the setting that selects the source, for error messages
 
     @property
@@ -108,7 +110,7 @@ def _parse(line: str, key: str) -> tuple[str, Path, str | None]:
 def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], ...]:
     """Return (share of all samples, corpus) for each source.
 
-    These shares determine the source of every sample.
+    These pairs determine the source of every sample.
     """
     whole = sum(entry.weight for entry in entries)
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)

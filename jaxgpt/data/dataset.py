@@ -127,7 +127,7 @@ class Dataset:
                 for start, page in tokens.sampled_pages(self._pages_of_each):
                     tokens.check_vocab_range(page, start, self.vocab_size)
             written = source.meta.get("fingerprint", found)
-            # For a blend, `found` covers fewer pages than the fingerprint in meta.json.
+            # For a blend, `found` may cover fewer pages than the fingerprint in meta.json.
             if written != found and self._pages_of_each == SAMPLED_PAGES:
                 raise UsageError(
                     f"{path}: the token files do not match the fingerprint in meta.json; "
@@ -175,9 +175,9 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     set to 0 instead, and `vocabulary_size` determines model.vocab_size.
 
     Raises:
-        UsageError: if the vocabulary has fewer than 2 tokens, or if data.document_mask is set and
-            the end-of-text token is unknown or outside the vocabulary. If `dataset` is None, also
-            raises whatever `vocabulary_size` raises.
+        UsageError: if the vocabulary size is less than 2 or at least 2^31, or if data.document_mask
+            is set and the end-of-text token is unknown or outside the vocabulary. If `dataset` is
+            None, also raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -201,7 +201,7 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     """Return the vocabulary size of a configuration.
 
     If model.vocab_size is set, no file is read. Otherwise, the data must exist, unless
-    data.tokenizer is set or data.dataset is a built-in dataset.
+    data.tokenizer is set or the data is a built-in dataset.
 
     Raises:
         UsageError: if the size is unknown, if the data is damaged or cannot be read, if a tokenizer
@@ -232,8 +232,8 @@ def open_dataset(
             folder, a meta.json or an .idx file cannot be read, if a source does not have all of the
             `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
             than model.vocab_size, if a source's tokenizer differs from data.tokenizer or from
-            another source's, or if there are more files than the process may open. Also raises
-            whatever `entries` raises.
+            another source's, or if the hard limit on open files is too low. Also raises whatever
+            `entries` raises.
     """
     least = model.block_size + 1
     sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))

@@ -1,4 +1,4 @@
-"""Batch loader with O(1) seek. A batch is a pure function of (data, seed, batch sizes, step).
+"""Batch loader with O(1) seek. A batch is a pure function of (data, config, batch sizes, step).
 
 JAX is imported only to make global arrays, so `jaxgpt.inspect` can read rows without JAX.
 """
@@ -168,6 +168,8 @@ class Loader:
 
     def read_weights(self, step: int, rows: range) -> np.ndarray:
         """Return the loss weights (0 or 1) for rows of a step's batch: uint8, (rows, T+1).
+
+        Without a mask, all weights are 1.
 
         Raises:
             UsageError: if a mask cannot be read, is too short, or holds a byte other than 0 or 1.

@@ -1,12 +1,12 @@
 """Sample order within one source. A sample number is mapped to a token offset in O(1).
 
 Each epoch divides the tokens into windows of T+1 tokens that start T tokens apart, and visits the
-windows in random order. Each epoch has a new order and a new phase, which shifts all windows. The
-first and last windows are moved inside the split, so every epoch covers every token.
+windows in random order. Each epoch draws a new order and a new phase, which shifts all windows.
+Windows that extend beyond the split are moved inside it, so every epoch covers every token.
 
-`permute` produces the same order as `grain.MapDataset.range(n).shuffle(seed)`, except that Grain
-visits a window twice for some n, such as 4^8 + 1. Unlike Grain, `permute` processes a block of
-windows at a time. Importing Grain would also double the time of a warm start.
+`permute` produces the same order as `grain.MapDataset.range(n).shuffle(seed)`, except for some n,
+such as 4^8 + 1. For these, Grain visits a window twice. Unlike Grain, `permute` processes a block
+of windows at a time. Importing Grain would also double the time of a warm start.
 """
 
 import functools
@@ -31,8 +31,8 @@ class EpochSampler:
     def __init__(self, n_tokens: int, block_size: int, seed: int, stream: int = 0):
         """Set up windows of `block_size` + 1 tokens.
 
-        `n_tokens` must be larger than `block_size`. The order depends on `seed` and `stream`, which
-        must not be negative.
+        `block_size` must be at least 1 and less than `n_tokens`. The order depends on `seed` and
+        `stream`, which must not be negative.
         """
         assert n_tokens > block_size, (n_tokens, block_size)
         self._last_start = n_tokens - 1 - block_size

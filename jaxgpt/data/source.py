@@ -36,8 +36,8 @@ class OpenSource:
     # Tokens of each split. If there is "train" but no "val", a run validates on the end of "train".
     tokens: dict[str, Tokens]
     find_document: FindDocument | None = None  # None if there is no document index
-    # Contents of meta.json, or {} if it does not exist. The `fingerprint` is left out if it was
-    # computed from other tokens.
+    # Contents of the source's meta.json, or {} if there is none, as for Megatron data. The
+    # `fingerprint` is left out if it was computed from other tokens.
     meta: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,11 +48,11 @@ class Format(NamedTuple):
     or folder cannot be read.
     """
 
-    # True if a path has this format, even if some files are missing.
+    # True if a path has this format. Some of its files may be missing.
     recognize: Callable[[Path], bool]
     open: Callable[[Path], OpenSource]
     """Opens a path that `recognize` accepts, without reading tokens. Raises `UsageError` if files
-    are missing or damaged, and `UsageError` or `OSError` if metadata cannot be read."""
+    are missing or invalid, and `UsageError` or `OSError` if metadata cannot be read."""
 
 
 def read_meta(directory: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ OTHER_FILES = 512  # allowance for other open files
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the process's limit on open files (often 1024) to allow `count` token files.
+    """Raise the process's limit on open files (often 1024) to at least `count` + `OTHER_FILES`.
 
     Raises:
         UsageError: if the hard limit is too low.
@@ -39,7 +39,7 @@ def allow_open_files(count: int) -> None:
 
 
 class TokenFile:
-    """A file with an array of token IDs.
+    """A file with an array of token IDs or loss weights.
 
     The file is opened on the first read, and closed when this object is garbage-collected.
     """
@@ -163,8 +163,8 @@ class Tokens:
 
         A page has `PAGE` bytes, but the last page may be shorter. Offsets count tokens from the
         start of this part of the file. Each array of IDs has shape (n,) and the file's dtype. The
-        pages include the first page and, if `most` > 1, the last page. An empty part has no pages.
-        Raises `UsageError` if the file cannot be read or is too short.
+        pages include the first page if `most` > 0, and the last page if `most` > 1. An empty part
+        has no pages. Raises `UsageError` if the file cannot be read or is too short.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -176,9 +176,9 @@ class Tokens:
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
     """Return a hash of the vocabulary size and of the name, size, dtype and pages of each split.
 
-    The hash has the form "sha256:DIGEST". At most `most` pages of each split are hashed, with
-    their loss masks. Raises `UsageError` if a file cannot be read or is too short, or if a mask
-    holds a byte other than 0 or 1.
+    The hash has the form "sha256:DIGEST". It depends on the order of `splits`. At most `most`
+    pages of each split are hashed, with their loss masks. Raises `UsageError` if a file cannot be
+    read or is too short, or if a mask holds a byte other than 0 or 1.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

@@ -46,9 +46,10 @@ class Tokenizer(abc.ABC):
         """Return the token IDs of `text`: int64, shape (tokens,).
 
         Names of special tokens are encoded as plain text, except user-defined symbols of a
-        SentencePiece model. A `FileTokenizer` may drop unknown characters, map them to an unknown
-        token or raise `UsageError`. A `CharTokenizer` raises `UsageError` for an unknown character.
-        All other tokenizers raise `UsageError` for a surrogate.
+        SentencePiece model. However, the Unigram or WordLevel model of an `HFTokenizer` may encode
+        this text as the special token. A `FileTokenizer` may drop unknown characters, map them to
+        an unknown token or raise `UsageError`. A `CharTokenizer` raises `UsageError` for an unknown
+        character. All other tokenizers raise `UsageError` for a surrogate.
         """
 
     def __repr__(self) -> str:
@@ -69,8 +70,9 @@ class Tokenizer(abc.ABC):
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a sequence of token IDs.
 
-        The end-of-text token is decoded to its name or dropped. Invalid UTF-8 becomes U+FFFD. IDs
-        beyond the vocabulary become U+FFFD or are dropped. The IDs must not be negative.
+        The end-of-text token is usually decoded to its name or dropped. Invalid UTF-8 becomes
+        U+FFFD. IDs beyond the vocabulary become U+FFFD or are dropped. The IDs must not be
+        negative.
         """
 
     @abc.abstractmethod
@@ -294,9 +296,10 @@ class SentencePieceTokenizer(FileTokenizer):
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Return whether two tokenizers appear to produce the same tokens.
 
-    If their tokenizer.json files differ, the vocabularies and the tokens of a test string are
-    compared. Raises `UsageError` if the `tokenizers` package is needed but not installed, or if a
-    tokenizer cannot encode the test string.
+    Two `HFTokenizer`s are compared by their vocabularies and the tokens of a test string. For all
+    other tokenizers, the results of `to_meta` must be equal, including the end-of-text token.
+    Raises `UsageError` if the `tokenizers` package is needed but not installed, or if a tokenizer
+    cannot encode the test string.
     """
     if one.to_meta() == other.to_meta():
         return True

@@ -79,8 +79,8 @@ def check_versions(job: Job) -> Check:
 def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
     """Check that MPI works if it is needed, and that no host of the job is left unused.
 
-    This compares only the number of hosts, not their names. If the number of allocated hosts is
-    unknown, the result is WARN.
+    This compares only the number of hosts, not their names. If the host file or node list
+    is unreadable or invalid, the result is WARN.
     """
     n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
@@ -101,7 +101,8 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
 def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
     """Check that the hosts of a known machine communicate over its high-speed network.
 
-    Only the coordinator's name is checked. `found` is the result of `initialize_jax`.
+    Only the coordinator's name is checked, and only if the machine has a `high_speed_suffix`.
+    `found` is the result of `initialize_jax`.
     """
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed for a single process")
@@ -148,10 +149,11 @@ def check_devices(job: Job) -> Check:
 def check_accelerators(job: Job, machine: Machine | None) -> Check:
     """Check that every accelerator of every host is used by JAX, in exactly one process.
 
-    The result is FAIL if JAX uses the CPU of a host with accelerators, unless JAX_PLATFORMS=cpu is
-    set. It is WARN if processes share a device or leave devices unused. On an unknown machine, the
-    number of accelerators comes from `count_accelerators`, and JAX may leave some of them unused if
-    a variable such as CUDA_VISIBLE_DEVICES is set.
+    The result is FAIL if process 0 uses the CPU and a host has accelerators, unless
+    JAX_PLATFORMS=cpu is set. It is WARN if processes share a device or leave devices unused. A host
+    of a known machine is assumed to have `devices_per_host` accelerators. On an unknown machine,
+    the number comes from `count_accelerators`, and JAX may leave some accelerators unused if a
+    variable such as CUDA_VISIBLE_DEVICES is set.
     """
     on_cpu = job[0].platform == "cpu"
     for here in _by_host(job):

@@ -31,7 +31,7 @@ SIZES = tuple(REPETITIONS)
 MAX_SECONDS = 0.1  # per call; a slower collective is not run with larger arrays
 LARGE = 2**24  # bytes; bandwidth is compared with the data sheet only at this size and above
 CHECKED = 4096  # maximum number of elements of each result to compare with NumPy
-ALL = None  # used instead of a source device if the result is a sum over all devices
+ALL = None  # used instead of a source device if the result is a sum over the axis
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CollectiveTest:
     source: Callable[[int, int, int, np.ndarray], tuple[Any, np.ndarray]]
     """(device, n, part, positions (k,) in its result) -> (source device, source positions (k,)).
     Devices are numbered from 0 along the axis. The source device is an int, an array of shape (k,),
-    or `ALL` if the result is a sum over all devices."""
+    or `ALL` if the result is a sum over the axis."""
     from_parts: bool = False  # whether each device starts with only one of the n parts
 
 
@@ -137,9 +137,9 @@ def measure_axis(
 
     Returns the measurements, ordered by size and then by collective. Every collective runs with the
     smallest array, even if this takes more than `allowed` seconds. No measurement with a larger
-    array starts after `allowed` seconds. A collective that failed, or took more than `MAX_SECONDS`
-    per call, is not run with larger arrays. `set_activity` is called with a description of each
-    measurement before it begins. Every process must call this function.
+    array starts after `allowed` seconds on process 0. A collective that failed, or took more than
+    `MAX_SECONDS` per call, is not run with larger arrays. `set_activity` is called with a
+    description of each measurement before it begins. Every process must call this function.
     """
     out: list[Measurement] = []
     n, deadline, left = mesh.shape[axis], time.monotonic() + allowed, list(COLLECTIVE_TESTS)
@@ -167,8 +167,8 @@ def try_on_all(
 
     Every process must call this. The results are in the order of the ranks. The error message comes
     from the lowest rank that failed. The result of a failed process is None. The results must be
-    JSON values. A failed process immediately prints its error to stderr, because the other
-    processes may be stuck in a collective and never receive the message.
+    JSON values. A failed process immediately prints `activity` and its error to stderr, because
+    the other processes may be stuck in a collective and never receive the message.
     """
     result = error = None
     try:
@@ -186,8 +186,8 @@ def measure(mesh: Mesh, axis: str, collective: CollectiveTest, size: int) -> flo
 
     `size` is the size of the whole float32 array in bytes, and must be a key of `REPETITIONS`. It
     is rounded up so that the devices along the axis have equal parts. Every process must call this.
-    Up to `CHECKED` elements of a result are checked. Raises `ArithmeticError` if an element is
-    wrong. XLA's errors are propagated.
+    Up to `CHECKED` elements of each local device's result are checked. Raises `ArithmeticError` if
+    one of them is wrong. XLA's errors are propagated.
     """
     n = mesh.shape[axis]
     part = -(-size // (4 * n))

@@ -38,9 +38,8 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
 
     Every process must call this, after JAX has started. `coordinator` is the entry of that name in
     the result of `initialize_jax`. Comments below explain the keys. Raises `OSError` if the
-    coordinator's name does not resolve, if there is no route to it, or if the available memory, the
-    memory limits or the shared memory cannot be determined. Also raises whatever `local_device_ids`
-    raises.
+    coordinator's name does not resolve, if there is no route to it, or if the memory limits or the
+    free shared memory cannot be read. Also raises whatever `local_device_ids` raises.
     """
     import jax
 
@@ -70,7 +69,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
         "device_memory": (local[0].memory_stats() or {}).get("bytes_limit"),
         # Available host memory in bytes (on macOS, all memory), or the job's limit if it is lower.
         "memory": min([_available_memory(), *_memory_limits()]),
-        "shared_memory": shutil.disk_usage(SHARED_MEMORY).free,
+        "shared_memory": shutil.disk_usage(SHARED_MEMORY).free,  # bytes
         "cores": list(own_cpus()),  # CPUs that this process may run on
         "host_cores": os.cpu_count() or 1,
     }

@@ -72,7 +72,7 @@ def _check_directory(directory: Path) -> None:
 def check_devices() -> None:
     """Run a computation on each of this process's devices.
 
-    Raises `UsageError` if a device fails, or if accelerators are expected but JAX finds none.
+    Raises `UsageError` if JAX or a device fails, or if accelerators are expected but JAX uses CPUs.
     """
     import jax
     import jax.numpy as jnp

@@ -1,9 +1,9 @@
 """Evaluate a trained model on a full split of a dataset.
 
-`python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split once and prints
-nats per token, perplexity and bits per byte. If the data has a loss mask, only tokens with a weight
-above 0 count. To evaluate on data other than the run's, add --input FILE for text, or settings such
-as data.path=DIR for token files.
+`python -m jaxgpt.evaluate --run DIR` predicts every token of the validation split except the first,
+and prints nats per token, perplexity and bits per byte. If the data has a loss mask, only tokens
+with a weight above 0 count. To evaluate on data other than the run's, add --input FILE for text, or
+settings such as data.path=DIR for token files.
 
 `python -m jaxgpt.evaluate lm-eval --model jaxgpt --model_args run=DIR --tasks ...` runs
 EleutherAI's lm_eval with all its options.
@@ -96,8 +96,8 @@ def main(argv: list[str] | None = None) -> None:
 def run_lm_eval(argv: list[str]) -> None:
     """Run EleutherAI's lm_eval with the command-line options `argv`.
 
-    This sets sys.argv. Invalid options terminate the process. Raises `UsageError` if lm_eval is not
-    installed. Also raises whatever lm_eval, `JaxGPT` and its methods raise.
+    This sets sys.argv. Raises `SystemExit` for --help or an unknown option, and `UsageError` if
+    lm_eval is not installed. Also raises whatever lm_eval, `JaxGPT` and its methods raise.
     """
     try:
         import lm_eval  # noqa: F401
@@ -118,10 +118,11 @@ def input_folder(
     """Yield the data settings for the evaluation: `settings`, and data.path if --input is given.
 
     If --input is given, data.path is a temporary folder of tokens. The first process of each host
-    writes these tokens, using data.tokenizer or, by default, the run's tokenizer. All processes
-    must call this. Raises `UsageError` if --input is combined with a split other than `ALL` or with
-    another data source, or if the checkpoint, the tokenizer or the text cannot be used. Raises
-    `OSError`, as `host_folder` and `write_nanogpt` do.
+    writes these tokens, using data.tokenizer or, if `settings` do not contain it, the tokenizer
+    saved with the run. All processes must call this. Raises `UsageError` if
+    --input is combined with a split other than `ALL` or with another data source, or if the
+    checkpoint, the tokenizer or the text cannot be used. Raises `OSError`, as `host_folder` and
+    `write_nanogpt` do.
     """
     if arguments.input is None:
         yield settings
@@ -138,7 +139,8 @@ def input_folder(
     def tokenize(folder: Path) -> None:
         trained = find_trained(run, arguments.step, settings=settings)
         given, tokenizer = trained.config.data.tokenizer, trained.tokenizer
-        if given is not None:
+        is_new = any(word.lstrip("-").startswith("data.tokenizer") for word in settings)
+        if given is not None and (is_new or tokenizer is None):
             tokenizer = load_tokenizer(given)
         if tokenizer is None:
             raise UsageError(
@@ -185,7 +187,7 @@ def loss_record(model: Model, split: Split, losses: dict[str, Loss]) -> dict[str
 
     The top level has the loss of the whole split in nats per token, its perplexity, its bits per
     byte, and the numbers of tokens and bytes. `corpora` maps each corpus name to the same five
-    values. `Loss` explains when a value is None, NaN or infinite.
+    values. A value may be None, NaN or infinite; see `Loss`.
     """
 
     def figures(loss: Loss) -> dict[str, Any]:

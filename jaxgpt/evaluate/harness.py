@@ -50,14 +50,15 @@ class JaxGPT(TemplateLM):
             step: checkpoint to load; default the newest.
             mesh: mesh to run the model on, in the format of parallel.mesh or as a list of sizes.
             dtype: compute dtype, float32 or bfloat16; default the run's.
-            max_length: context length in tokens, at most the model's; default the model's.
+            max_length: length of the longest row in tokens, at most the model's context length,
+                which is the default.
             batch_size: number of rows to score at once, as in `Model`; `auto` means 16.
             max_batch_size, device: unused; lm_eval passes them to every model.
             others: unknown arguments, which cause an error.
 
         Raises `UsageError` if an argument is invalid, if the model cannot be loaded, if it has no
         tokenizer, or if a launcher started several processes. Also raises whatever `join_alone`,
-        `run_folder` and `Model` raise.
+        `run_folder`, `encoder_of` and `Model` raise.
         """
         super().__init__()
         del max_batch_size, device
@@ -96,7 +97,7 @@ class JaxGPT(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The longest context in tokens."""
+        """Length of the longest row in tokens; see `Model.block_size`."""
         return self._model.block_size
 
     def tok_encode(
@@ -132,7 +133,7 @@ class JaxGPT(TemplateLM):
 
         Special tokens that `tok_encode` adds are predicted too. The first token is predicted from
         `prefix_token_id`. Each window predicts at most `max_length` tokens. Raises whatever
-        `tok_encode` raises.
+        `tok_encode` and `Model.score` raise.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
@@ -158,9 +159,9 @@ class JaxGPT(TemplateLM):
         A continuation has at most max_gen_toks tokens (by default 256). A context that leaves no
         room for max_gen_toks tokens is truncated on the left, but keeps at least one token. If a
         sampling option is 0, its default is used. The random seed of a request is the number of
-        earlier requests with the same context, so repeated samples differ. Raises `UsageError` if
-        a generation option is not supported or out of range. Also raises whatever `tok_encode`
-        raises.
+        earlier `requests` with the same context. Raises `UsageError` if a generation option is not
+        supported or out of range, and `ValueError` if temperature or max_gen_toks is not a number.
+        Also raises whatever `tok_encode` and `Model.stream_tokens` raise.
         """
         out, seeds = [], collections.Counter[str]()
         for request in requests:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from jaxgpt.parallel.sharding import Params
 
-MAX_LOGITS = 2**27  # approximate maximum number of logits on each device: 0.5 GiB
+MAX_LOGITS = 2**27  # approximate maximum number of logits on each device in `score`: 0.5 GiB
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
 IN_FLIGHT = 2  # batches in flight while the host reads results
 TOKENS_AT_ONCE = 16  # tokens to generate between checks for stop strings
@@ -47,13 +47,14 @@ TOKENS_AT_ONCE = 16  # tokens to generate between checks for stop strings
 class Trained:
     """Description of a trained model, without its parameters."""
 
-    where: str  # run directory, or a name for error messages if a trainer owns the model
+    where: str  # run directory, or a name for messages if the parameters are already loaded
     step: int
     config: Config  # the run's configuration, adapted for evaluation
     tokenizer: Tokenizer | None
     block_size: int  # length T of the longest row to evaluate, at most the model's context length
     data: Literal["own", "given", "none"]
-    """Where `config.data` comes from: the run, the user, or nowhere (imported weights)."""
+    """Where `config.data` comes from: the run, the user (at least in part), or nowhere (imported
+    weights)."""
 
 
 @contextlib.contextmanager
@@ -93,8 +94,8 @@ def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup)
     `write` gets the path, which ends with `name`, and must create the folder. The process that
     wrote the folder removes it at the end, without waiting for other processes. Each host has a
     separate folder, because hosts might not share temporary folders. All processes must call this.
-    If `write` raises `UsageError` on any host, all processes raise it. Raises `OSError` if no
-    temporary folder can be created, or if `write` raises it.
+    If `write` raises `UsageError` on any host, all processes raise `UsageError`. Raises `OSError`
+    if no temporary folder can be created, or if `write` raises it.
     """
     with contextlib.ExitStack() as at_end:
 
@@ -129,9 +130,9 @@ def find_trained(
         block_size: length T of the longest row, at least 1; default the model's.
 
     Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
-    tokenizer is missing, unreadable or has changed, if the mesh is malformed or does not fit the
-    model and `block_size`, if `dtype` or `settings` are invalid or contradict each other, or if
-    `block_size` is larger than the model's.
+    tokenizer's file is missing, unreadable or has changed, if the mesh is malformed or does not fit
+    the run's configuration and `block_size`, if `dtype` or `settings` are invalid or contradict
+    each other, or if `block_size` is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -251,7 +252,7 @@ class Model:
         """Replace the parameters, and set the step that produced them.
 
         `params` must have the same structure, shapes, dtypes and shardings as the current
-        parameters. This is not checked. If the model has a lock, the caller must hold it.
+        parameters. This is not checked. If `lock` was given, the caller must hold it.
         """
         self._params, self.trained = params, replace(self.trained, step=step)
 
@@ -263,7 +264,7 @@ class Model:
 
     @property
     def step(self) -> int:
-        """The training step that produced the parameters."""
+        """The training step that produced the parameters; 0 if they are initial or imported."""
         return self.trained.step
 
     @property
@@ -519,11 +520,12 @@ class Model:
     ) -> list[int]:
         """Return `n_tokens` generated token IDs that continue a prompt.
 
-        If the tokenizer is known, all of these IDs are in its vocabulary.
+        If the tokenizer is known, all of these IDs are less than its `vocab_size`. `top_k` and
+        `top_p` also keep tokens that tie with a kept token; see `Sampling`.
 
         Args:
             tokens: token IDs of the prompt (n,), with n >= 1. Only the last `block_size` are used.
-            n_tokens: number of tokens to generate.
+            n_tokens: number of tokens to generate, at least 1.
             temperature: sampling temperature; 0 always takes the most likely token.
             top_k: sample only from the `top_k` most likely tokens; None allows all tokens.
             seed: random seed, from 0 to 2^31 - 1.
@@ -533,7 +535,7 @@ class Model:
                 likely one.
 
         Raises `UsageError` if the prompt is not a nonempty sequence of integers, if one of its last
-        `block_size` tokens is not in the vocabulary, or if another argument is out of range.
+        `block_size` tokens is not in the vocabulary, or if another argument is invalid.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         (block_BN,) = self.stream_tokens([tokens], n_tokens, sampling, [seed], n_tokens)
@@ -661,7 +663,7 @@ class LogLikelihood(NamedTuple):
     """Log-likelihood of a continuation given its context."""
 
     nats: float
-    is_greedy: bool  # whether greedy decoding would generate it
+    is_greedy: bool  # whether each token of the continuation is the most likely one
 
 
 def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:

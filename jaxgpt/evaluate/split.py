@@ -111,11 +111,12 @@ class Split:
     def count_bytes(self) -> list[int | None]:
         """Return the number of UTF-8 bytes in the predicted tokens of each sequence in `texts`.
 
-        Bytes are counted as in `Tokenizer.count_bytes`. End-of-text tokens, and tokens that do not
-        count toward the loss, are excluded. All tokens are read and checked. If the tokenizer is
-        unknown, every number is None, and masks are not read. Raises `UsageError` if a file cannot
-        be read, if a mask is invalid, if a token is not in the model's or the tokenizer's
-        vocabulary, or if the tokenizer needs a package that is not installed.
+        The chunks of `read_chunks` are counted separately, as in `Tokenizer.count_bytes`.
+        End-of-text tokens, and tokens that do not count toward the loss, are excluded. All tokens
+        are read and checked. If the tokenizer is unknown, every number is None, and masks are not
+        read. Raises `UsageError` if a file cannot be read or is too short, if a mask is invalid, if
+        a token is not in the model's or the tokenizer's vocabulary, or if the tokenizer needs a
+        package that is not installed.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -252,7 +253,8 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
 
     Losses are summed in float64 on the host. The order of summation does not depend on the batch
     size or the mesh. `n_bytes` is the result of `Split.count_bytes`. All processes must call this.
-    Raises `UsageError` if a file cannot be read or a loss mask is invalid.
+    Raises `UsageError` if a file cannot be read or is too short, or if a loss mask is invalid. Also
+    raises whatever `Model.score` raises.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

@@ -14,9 +14,9 @@ class Written(NamedTuple):
 def text_so_far(prompt: str, text: str, stop: Sequence[str], is_last: bool) -> Written:
     """Return the text that later tokens will not change, and whether it is complete.
 
-    Unless `is_last` is set, a suffix that may be the beginning of a stop string is left out.
-    Trailing U+FFFD characters, which stand for bytes of an incomplete character, are also
-    left out.
+    If `is_last` is not set and there is no stop string, the text is incomplete. In this case,
+    trailing U+FFFD characters, which stand for bytes of an incomplete character, are left out, and
+    so is a suffix that may be the beginning of a stop string.
 
     Args:
         prompt: the prompt.

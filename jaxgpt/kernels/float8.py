@@ -5,7 +5,7 @@ Each tensor has one scale. Activations and weights are rounded to E4M3, and grad
 
 A matmul is written as `_dequantize(a) @ _dequantize(b)`. On GPUs with FP8, XLA replaces this with
 cublasLt's FP8 matmul. Other devices emulate FP8 by computing the expression as written. The results
-differ only in the order of summation.
+differ only in the order and the precision of the summation.
 """
 
 import functools
@@ -30,11 +30,12 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Quantized:
-    """Scale x by the largest power of two that avoids overflow, and round the result to FP8.
+    """Scale x by a power of two, and round the result to FP8.
 
-    x is float32 or bfloat16. Scaling by a power of two adds no rounding error, unless elements
-    become subnormal or 0. In E4M3, this affects only elements below 1/14,000 of max(largest
-    absolute value, 1e-30).
+    x is a non-empty float32 or bfloat16 array. The power is the largest that keeps m = max(largest
+    absolute value, 1e-30) in the range of `dtype`. Scaling by a power of two adds no rounding
+    error, unless elements become subnormal or 0. In E4M3, this affects only elements below
+    m / 14,000.
 
     Inside `shard_map`, each device scales its own part of x, so no communication is needed.
     Partial products are rescaled before they are summed over devices.

@@ -13,8 +13,8 @@ class LayerNorm(nnx.LayerNorm):
 
     If `dtype` is None, y is float32, even if x and the parameters are bfloat16 (unlike in Flax). In
     float32, the output agrees with Flax's. In bfloat16, the output is more accurate, because Flax
-    rounds the scale and the bias first. Supports epsilon and use_bias, but no other option that
-    changes the computation.
+    rounds the scale and the bias first. Supports dtype, epsilon and use_bias, but no other option
+    that changes the computation.
     """
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 def max_and_sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return m = max(x) and sum(exp(x - m)) over the last axis of x.
 
-    For x of shape (..., V), the results have shape (...) and x's dtype. Do not differentiate this
-    function. If the maximum is infinite, the sum is unspecified.
+    x must be float32, shape (..., V). The results are float32, shape (...). Do not differentiate
+    this function. If the maximum is infinite, the sum is unspecified.
     """
     return jax.lax.platform_dependent(x, cpu=_in_two_passes, default=_in_one_pass)
 

@@ -32,7 +32,10 @@ class TokenPositions(NamedTuple):
     """Positions and document numbers of tokens."""
 
     positions: jax.Array
-    """int32 (T,) if equal in all rows, else (B, T). Only differences within a document matter."""
+    """int32 (T,) if equal in all rows, else (B, T), which requires `segments`.
+
+    Only differences within a document matter.
+    """
 
     segments: jax.Array | None = None
     """A number that identifies each token's document in its row, int32 (B, T).

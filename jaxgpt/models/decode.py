@@ -1,4 +1,4 @@
-"""Autoregressive decoding of one row with a KV cache. Training does not use this file."""
+"""Autoregressive decoding of one row with a KV cache. Training steps do not use this file."""
 
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ class LayerCache(NamedTuple):
 
     S is block_size or the window plus `PREFILL_CHUNK`, whichever is smaller. Position n is stored
     in slot n mod S, so a sequence may be longer than S. Attention's matmuls need this order of
-    dims. Any other order would require a copy for every token. If the layers are not scanned, the
-    cache consists of tuples of arrays (G, K, S), because XLA would copy each layer out of a stacked
-    array.
+    dims. Any other order would require a copy for every token. If the network's `scan_layers` is
+    False, the cache consists of tuples of arrays (G, K, S), because XLA would copy each layer out
+    of a stacked array.
     """
 
     k_LGKS: jax.Array | tuple[jax.Array, ...]
@@ -45,7 +45,7 @@ def empty_cache(config: ModelConfig, dtype: jnp.dtype, scan_layers: bool, tensor
 
     Args:
         dtype: dtype of the keys and values.
-        scan_layers: whether the layers are scanned; see `LayerCache`.
+        scan_layers: the network's `scan_layers`; see `LayerCache`.
         tensor: number of devices that the heads are split over. If the number of key-value heads is
             not divisible by `tensor`, the cache stores one key-value head per query head.
     """

@@ -31,7 +31,7 @@ Multiply = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Options and constructors shared by the layers of a block."""
+    """Options and constructors of linear layers, norms and dropout."""
 
     config: ModelConfig
     dtype: jnp.dtype  # compute dtype; parameters are float32
@@ -141,7 +141,7 @@ class Linear(nnx.Module):
     """Linear layer x W + b, with a bias only if model.bias or `use_bias` is set.
 
     W has shape (*inputs, *outputs), b has shape `outputs`, and both are float32 parameters. The
-    result has the compute dtype.
+    last dims of x have the sizes `inputs`. The result has the compute dtype.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Linear(nnx.Module):
     def parts(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Return the slices of `self(x)` along the first output dim, as separate arrays.
 
-        This requires a column-parallel layer.
+        The slices do not have this dim. This requires a column-parallel layer.
         """
         operands = x.astype(self.dtype), self.kernel.get_value(), self.n_inputs
         ys = self.multiply(*operands, parts=True)
@@ -192,13 +192,13 @@ class LayerKind(NamedTuple):
 
     window: int | None  # maximum number of visible keys, including the query's own; None means all
     rope_theta: float  # RoPE base
-    rope_scaling: tuple[float, ...]  # values of model.rope_scaling
+    rope_scaling: tuple[float, ...]  # in the form of model.rope_scaling; () means no scaling
 
 
 def layer_pattern(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Return the repeating pattern of layer kinds.
 
-    If all layers are of the same kind, the pattern has a single entry.
+    If all layers in model.layers are of the same kind, the pattern has a single entry.
     """
     everywhere = LayerKind(None, config.rope_theta, config.rope_scaling)
     local = everywhere._replace(window=config.sliding_window)
@@ -214,13 +214,16 @@ class AttentionInputs(NamedTuple):
     """Attention inputs that layers of the same kind share. Hidden states are not included."""
 
     attend: Attention
-    at: TokenPositions  # of whole rows, even if the sequence is split over devices
+    at: TokenPositions  # of whole rows of the batch, even if the sequence is split over devices
     rotation: Rotation | None  # at this device's positions; None unless model.position=rope
     window: int | None
 
 
 class SelfAttention(nnx.Module):
-    """Causal attention with H query heads and G key-value heads of size K."""
+    """Causal attention with H query heads and G key-value heads of size K.
+
+    Raises `UsageError` if `tensor` does not divide H.
+    """
 
     def __init__(self, build: LayerBuilder):
         config = build.config

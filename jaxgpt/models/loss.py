@@ -23,7 +23,9 @@ class TokenScores(NamedTuple):
     """The loss and the most likely token at each position."""
 
     losses_BT: jax.Array  # weighted -log p(target) in nats, float32
-    likeliest_BT: jax.Array  # int32 ID of the token with the largest logit; if tied, the lowest ID
+    # int32 ID of the token with the largest logit; if tied, the lowest ID. If a logit is NaN, this
+    # is unspecified and may be outside the vocabulary.
+    likeliest_BT: jax.Array
 
 
 class OutputLayer(NamedTuple):
@@ -75,7 +77,7 @@ def cross_entropy(
 
     Args:
         logits_BTV: the float32 logits of this device's vocabulary shard.
-        targets_BT: int32 token IDs. The logit of an ID outside the padded vocabulary counts as 0.
+        targets_BT: int32 token IDs. The logit of an ID outside all shards counts as 0.
         vocab_offset: token ID of the shard's first logit.
         parallel: the devices over which the vocabulary is sharded.
     """

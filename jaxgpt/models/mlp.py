@@ -13,13 +13,16 @@ from jaxgpt.models.layers import LayerBuilder
 
 # Name -> auxiliary loss of each row, float32 (B,), such as the load-balancing loss of a mixture of
 # experts. Each loss is a sum over the row's tokens, and is equal on all devices along the `tensor`
-# axis. The training loss is the mean cross-entropy of the targets plus the mean of each auxiliary
+# axis. Training minimizes the mean cross-entropy of the targets plus the mean of each auxiliary
 # loss over all tokens of the global batch.
 AuxLosses = dict[str, jax.Array]
 
 
 class MLP(nnx.Module):
-    """MLP down(activation(up(x))) with F hidden units."""
+    """MLP down(activation(up(x))) with F hidden units.
+
+    Raises `UsageError` if `tensor` does not divide F.
+    """
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
@@ -36,7 +39,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """Gated MLP down(activation(gate(x)) * up(x)), with F hidden units (arXiv 2002.05202).
 
-    One matmul computes both gate(x) and up(x).
+    One matmul computes both gate(x) and up(x). Raises `UsageError` if `tensor` does not divide F.
     """
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
@@ -113,7 +116,10 @@ erf.defjvps(lambda dx, _, x: 2 / math.sqrt(math.pi) * (dx * jnp.exp(-jnp.square(
 
 
 def gelu_tanh(x: jax.Array) -> jax.Array:
-    """Return the tanh approximation of `gelu`, as in OpenAI's GPT-2, computed in float32."""
+    """Return the tanh approximation of `gelu`, as in OpenAI's GPT-2.
+
+    The result is computed in float32 and rounded once.
+    """
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 class Rotation(NamedTuple):
     """Float32 cosines and sines of the rotation angles at each position, for F = K/2 pairs."""
 
-    cos_TF: jax.Array  # (T, F), or (B, T, F) if positions differ between rows
+    cos_TF: jax.Array  # (T, F), or (B, T, F) if each row has its own positions
     sin_TF: jax.Array
 
     def __call__(self, x_BTHK: jax.Array) -> jax.Array:

@@ -102,7 +102,7 @@ class GPT(nnx.Module):
             attend: attention function, by default the `xla` kernel in `attention.KERNELS`.
             parallel: how the model is split over devices.
             scan_layers: loop over the blocks instead of unrolling them (parallel.scan_layers).
-            remat: value of parallel.remat.
+            remat: value of parallel.remat. `attention` has no effect unless `attend` implements it.
             end_of_text: ID of the token that ends a document. If set, attention stays within
                 documents. If None, each row is one document, so all rows have the same positions.
             loss_chunk: value of train.loss_chunk, a number of tokens.
@@ -160,7 +160,8 @@ class GPT(nnx.Module):
         If model.scale_embeddings is set, token embeddings are multiplied by sqrt(D), which is
         rounded to the compute dtype. If model.position=learned, position embeddings are added, and
         positions must be below block_size. Without a document mask, learned positions must also be
-        consecutive and the same in all rows. Dropout is applied last.
+        the same in all rows and, unless the sequence is split over `context`, consecutive. Dropout
+        is applied last.
 
         Args:
             key: dropout key; None disables dropout.

@@ -48,8 +48,9 @@ class Weight:
     def matrix_dims(self) -> tuple[tuple[int, ...], ...]:
         """The indices of the stacked dims, of the input dims and of the output dims.
 
-        A weight has a separate matrix for each layer and, if it has parts (such as `qkv`), for each
-        part. The stacked dims index these matrices.
+        A weight in the layers has a separate matrix for each layer and, if it has parts (such as
+        `qkv`), for each part. The stacked dims index these matrices. In every embedding, including
+        the output embedding, the first dim counts as the input dim.
         """
         stacked = tuple(i for i, axis in enumerate(self.axes) if axis in STACKED_AXES)
         others = tuple(i for i in range(len(self.shape)) if i not in stacked)
@@ -114,7 +115,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
     Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, if weights
     are untied, the token embeddings. If weights are tied, the second number is the one that nanoGPT
-    reports. Raises `UsageError` under the same conditions as `weights`.
+    reports for the same vocab_size. Raises `UsageError` under the same conditions as `weights`.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -135,7 +136,7 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
         with_logits: include the logits and their gradient, 8 T V bytes.
 
     Raises:
-        UsageError: if model.vocab_size is None, or if model.mlp or model.attention is unknown.
+        UsageError: under the same conditions as `weights`, or if model.attention is unknown.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     products = 2 * sum(w.size for w in layer_matrices(model)) // (L * D)

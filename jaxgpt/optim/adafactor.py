@@ -36,8 +36,9 @@ def adafactor(config: OptimizerConfig, parameters: Parameters) -> optax.Gradient
     The paper uses a learning rate of at most 1e-2. Each matrix in a stack is factored, clipped and
     scaled separately; `qkv` holds three matrices per layer. Embeddings are treated as matrices.
     Vectors, and matrices with fewer than 128 rows or columns, are not factored. If there is no
-    weight decay and no vocabulary padding, the result for a 2D array is the negative of
-    optax.adafactor's result. However, optax.adafactor treats a stack as a single array.
+    weight decay and no vocabulary padding, the result for a single 2D matrix is the negative of
+    optax.adafactor's result, up to rounding. However, optax.adafactor treats a stack as a single
+    array.
     """
     factored = parameters.where(is_factored).weights
     others = parameters.where(lambda w: not is_factored(w)).weights

@@ -53,13 +53,14 @@ class View(NamedTuple):
 def orthogonalize(updates: Params, parameters: Parameters) -> Params:
     """Return `updates` with each matrix orthogonalized by `newton_schulz`.
 
-    `parameters` describes the weights to update. Matrices with the same `StackSpec` are stacked
-    across weights and layers, and each device of the mesh processes an equal share of the stack. If
-    the matrices are sharded, one all-to-all gives each device the full matrices of its share, and
-    another returns the results to their shards. If the matrices are replicated, an all-gather
-    copies the results to all replicas. The stack is padded to a multiple of the number of devices.
-    On a mesh of accelerators, the computation is in bfloat16, as in Keller Jordan's code. On CPUs
-    or without a mesh, it is in float32. The results have the dtype of `updates`.
+    `parameters` describes the weights to update. Its shardings must not name mesh axes of size 1.
+    Matrices with the same `StackSpec` are stacked across weights and layers, and each device of the
+    mesh processes an equal share of the stack. If the matrices are sharded, one all-to-all gives
+    each device the full matrices of its share, and another returns the results to their shards. If
+    the matrices are replicated, an all-gather copies the results to all replicas. The stack is
+    padded to a multiple of the number of devices. On a mesh of accelerators, the computation is in
+    bfloat16, as in Keller Jordan's code. On CPUs or without a mesh, it is in float32. The results
+    have the dtype of `updates`.
     """
     arrays, tree = jax.tree.flatten(updates)
     mesh, (views, mesh_shape) = parameters.mesh, _views(parameters)
@@ -98,11 +99,11 @@ def view(weight: Weight, spec: PartitionSpec) -> View:
 
 
 def newton_schulz(x_NRC: jax.Array) -> jax.Array:
-    """Bring the singular values of N matrices (N, R, C) close to 1. R must not exceed C.
+    """Bring the singular values of N matrices (N, R, C) close to 1. If R > C, this wastes FLOPs.
 
     Singular values above 0.2% of (Frobenius norm + 1e-7) end up between 0.68 and 1.21, up to
     rounding. A zero matrix stays zero. If the square of the norm overflows float32, the result is
-    0. The result has the dtype of `x_NRC`.
+    0, or NaN if an element is infinite. The result has the dtype of `x_NRC`.
     """
     a, b, c = COEFFICIENTS
     norm = jnp.sqrt(jnp.square(x_NRC.astype(jnp.float32)).sum((1, 2), keepdims=True))

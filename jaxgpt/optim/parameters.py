@@ -17,7 +17,8 @@ class Parameters:
 
     weights: Params  # a `Weight` for each parameter
     shardings: Params | None = None
-    """`NamedSharding` of each parameter's gradient and moments; None if they are not sharded."""
+    """`NamedSharding` of each parameter's gradient and moments. None if they are not sharded, or if
+    only the optimizer's `init` is called."""
 
     @property
     def is_decayed(self) -> Params:

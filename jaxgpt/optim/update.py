@@ -41,13 +41,13 @@ def gated_update(
     """Return `update(parameters, gradients, *old)` if the update is due, else `old` unchanged.
 
     Args:
-        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py. It is False if the loss
-            or the gradient norm is not finite, or if the step is a spike and `spike.action` is
-            skip_update. If `is_due` is None, every update is due.
+        is_due: boolean scalar from `detect_and_gate` in spikes/detector.py, or None if every update
+            is due.
         update: function that returns the new parameters and the new optimizer state.
         old: the parameters and the optimizer state.
         on_cpu: use the gate that needs less memory on a CPU. Ignored if `by_layer` is True.
-        by_layer: update one layer at a time, with `_layerwise_update`.
+        by_layer: update one layer at a time, with `_layerwise_update`. `update` must then treat
+            each layer independently of the other weights.
     """
     if by_layer:
         return _layerwise_update(is_due, update, parameters, gradients, *old)
@@ -196,10 +196,11 @@ def _layerwise_norm(gradients: Params) -> jax.Array:
 def clip_by_norm(gradients: Params, norm: jax.Array, limit: float) -> Params:
     """Return the gradients, scaled down to the global norm `limit` if `norm` is larger.
 
-    `norm` is the `global_norm` of the gradients. A `limit` of 0 disables clipping. Otherwise, the
-    result agrees with optax.clip_by_global_norm up to rounding. A NaN norm then makes all results
-    NaN, and an infinite norm makes finite gradients 0. optax is not used, because it would compute
-    the norm over all devices a second time.
+    `norm` is the `global_norm` of all gradients, even if `gradients` holds only some of them. A
+    `limit` of 0 disables clipping. Otherwise, the result agrees with optax.clip_by_global_norm,
+    applied to all gradients, up to rounding. A NaN norm then makes all results NaN, and an infinite
+    norm makes finite gradients 0. optax is not used, because it would compute the norm over all
+    devices a second time.
     """
     if limit == 0:
         return gradients

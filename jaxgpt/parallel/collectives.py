@@ -15,8 +15,8 @@ MeshAxes = str | tuple[str, ...]  # one or more mesh axes, outermost first
 def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
     """Sum `x` over the mesh axis, and return this device's shard of the sum along `dimension`.
 
-    `dimension` must not be negative. Its size must be divisible by the number of devices. The
-    backward pass is `all_gather`.
+    `dimension` must not be negative. Its size must be divisible by the number of devices along the
+    mesh axis. The backward pass is `all_gather`.
 
     On CPUs with `jax.distributed`, an all-to-all and a local sum replace `jax.lax.psum_scatter`.
     This sends the same number of bytes. With JAX 0.10 and 0.11, Gloo's reduce-scatter silently
@@ -29,9 +29,9 @@ def reduce_scatter(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: MeshAxes, dimension: int) -> jax.Array:
-    """Concatenate the shards `x` of all devices along `dimension`, which must not be negative.
+    """Gather the shards `x` over the mesh axis, and concatenate them along `dimension`.
 
-    The backward pass is `reduce_scatter`.
+    `dimension` must not be negative. The backward pass is `reduce_scatter`.
     """
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
 

@@ -2,8 +2,8 @@
 
 `split_sequence` returns an attention function for slices of rows.
 
-Ulysses (arXiv 2309.14509): an all-to-all gives each device all positions of some heads, and a
-second all-to-all returns the results. The attention kernel is the same as for whole rows.
+Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and another
+all-to-all returns the results. The attention kernel is the same as for whole rows.
 
 Ring attention (arXiv 2310.01889): keys and values are sent around a ring of devices; see
 `parallel.ring`. With n devices, a row has 2n chunks. In the zigzag layout (`zigzag_schedule`),
@@ -117,7 +117,7 @@ def split_sequence(
 
 
 def gather_positions(at: Any, axes: Axes) -> Any:
-    """Concatenate all devices' slices (..., T) into the positions of whole rows.
+    """Concatenate the slices (..., T) of the devices along `axes` into the positions of whole rows.
 
     Args:
         at: `models.attention.TokenPositions` of this device's tokens; returned unchanged if
@@ -144,9 +144,9 @@ def ulysses_attention(
 ) -> jax.Array:
     """Apply `attend` to whole rows, for this device's share of the heads.
 
-    The number of devices must divide H. Key-value heads are repeated if the number of devices does
-    not divide G. This takes two all-to-alls if there are then as many key-value heads as query
-    heads, and three otherwise.
+    The number of devices along `axes` must divide H. Key-value heads are repeated if it does not
+    divide G. This takes two all-to-alls if there are then as many key-value heads as query heads,
+    and three otherwise.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.

@@ -18,9 +18,9 @@ def make_mesh(
     """Return a mesh with the given shape. There must be exactly `shape.n_devices` devices.
 
     Devices are ordered by host, process and ID. The last axis (`tensor`) therefore stays within a
-    host if possible, and the first axes (`stage` and `data`) span hosts. On one host with CPUs or
-    GPUs, `jax.make_mesh` gives the same order. Across hosts, `jax.make_mesh` can fail, and
-    `mesh_utils.create_hybrid_device_mesh` gives the same order only if its granules are hosts.
+    host if possible. On one host with CPUs or GPUs, `jax.make_mesh` gives the same order. Across
+    hosts, `jax.make_mesh` can fail, and `mesh_utils.create_hybrid_device_mesh` gives the same order
+    only if its granules are hosts.
 
     Args:
         hosts: the host number of each process, by rank. None means that ranks are ordered by host.

@@ -1,4 +1,4 @@
-"""Offloading to host memory, one layer at a time."""
+"""Offloading to host memory (memory kind `pinned_host`), one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any

@@ -128,7 +128,7 @@ class Network(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The schedule `gpipe` (one group of layers per stage) or `circular` (several groups)."""
+    """The schedule `gpipe` (one group of layers per stage) or `circular` (`groups.n_repeats`)."""
 
     groups: LayerGroups
     n_microbatches: int  # M

@@ -27,13 +27,13 @@ OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 class Queries(NamedTuple):
     """Queries, and arrays that the backward pass needs for these queries.
 
-    Query heads that share a key-value head are concatenated along T.
+    Query heads that share a key-value head are interleaved along T: a token's queries are adjacent.
     """
 
     q_BTGK: jax.Array
     at: Any  # `TokenPositions`
     d_out_BTGK: jax.Array | None = None  # gradient of the output
-    lse_BTG: jax.Array | None = None  # log-sum-exp of the scores over all keys
+    lse_BTG: jax.Array | None = None  # log-sum-exp of the scores over all visible keys
     delta_BTG: jax.Array | None = None  # inner product of the output and its gradient
 
 
@@ -300,7 +300,8 @@ def attend_block(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `found`, merged with the attention output for one block of keys.
 
-    If possible, at most `QUERIES` queries are processed at a time (see `_split_pair`).
+    If `pair.n_queries` has a suitable divisor, at most `QUERIES` queries are processed at a time
+    (see `_split_pair`).
 
     Args:
         mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).

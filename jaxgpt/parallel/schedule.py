@@ -34,8 +34,8 @@ class Objective(NamedTuple):
 
     make_pieces: Callable[[Params, Params], Pieces]
     """(gradient accumulators, parameters) -> network. The forward pass does not read the
-    accumulators. The gradient with respect to them is the gradient of the parameters, reduced and
-    sharded like the accumulators."""
+    accumulators. The gradient with respect to them is the gradient of the parameters, sharded like
+    the accumulators and reduced as described in `all_gather_param`."""
     scalar: Callable[[Any], jax.Array]  # `LossParts` -> float32 scalar, linear in the losses
     adds_in_place: bool = False  # True if gradients include the accumulators' values
 

@@ -65,10 +65,10 @@ def opt_state_rules(zero_stage: int) -> Rules:
 def has_partial_gradient(axes: LogicalAxes, spec: PartitionSpec) -> bool:
     """Return whether each `tensor` rank computes only a partial gradient of a replicated weight.
 
-    This is true of weights whose vocabulary size or number of key-value heads is not divisible by
-    `tensor`. It is also true of the query and key norms (`head_dim`), because each rank applies
-    them only to its own heads. Sequence parallelism is not considered. If there is only one
-    `tensor` rank, the result is meaningless.
+    This is true of weights whose padded vocabulary size or number of key-value heads is not
+    divisible by `tensor`. It is also true of the query and key norms (`head_dim`), because each
+    rank applies them only to its own heads. Sequence parallelism is not considered. If there is
+    only one `tensor` rank, the result is meaningless.
 
     Args:
         axes: the weight's logical axes.
@@ -99,7 +99,7 @@ def partition_spec(
     If the number of layers is not divisible by the number of stages, one of the `HEAD_DIMS` is
     also split over the stages, if possible.
 
-    Example, with more than one device along both mesh axes:
+    Example, with two devices along both mesh axes:
 
     >>> partition_spec(("embed", "mlp"), (128, 512), parameter_rules(3), mesh.shape)
     P('fsdp', 'tensor')

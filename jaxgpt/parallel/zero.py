@@ -28,7 +28,7 @@ class ParamLayout:
     grad: PartitionSpec  # the gradient that the optimizer receives
     partial_axes: frozenset[str]  # mesh axes along which each device has only a partial gradient
     gather_dtype: str  # dtype of the parameter when it is gathered and used
-    reduce_dtype: str  # dtype of gradients when they are communicated
+    reduce_dtype: str  # dtype of gradients when they are summed over `partial_axes`
     host_terms: int = 0
     """Number of gradients (microbatches times slices) whose sum is kept in host memory, or 0 if the
     parameter is in device memory. Each gradient is reduced over devices before it is added."""
@@ -46,7 +46,7 @@ class ParamLayout:
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A parameter during a step."""
+    """A parameter of a network that runs inside `jax.shard_map`."""
 
     shard: jax.Array  # this device's shard, with the spec `layout.param`
     grad_accumulator: jax.Array  # receives the gradient, with the spec `layout.accum`
@@ -129,12 +129,13 @@ def local_params(params: Any, layouts: Any) -> tuple[Any, Any]:
 
 
 def reduce_gradients(gradients: Any, layouts: Any) -> Any:
-    """Sum accumulated gradients over devices. Return the sums with the sharding `layout.grad`.
+    """Sum gradients over `layout.partial_axes`. Return the sums with the sharding `layout.grad`.
 
-    The gradients are float32 arrays, communicated in `layout.reduce_dtype`. If `layout.grad` is
-    sharded over `fsdp`, gradients are first reduce-scattered over `fsdp`, unless the backward pass
-    has already done so. The all-reduce over the other axes then sends only a shard. Do not call
-    this if parallel.offload=state, because the backward pass has already reduced the gradients.
+    The gradients are float32 arrays with the spec `layout.accum`, communicated in
+    `layout.reduce_dtype`. If `layout.grad` is sharded over `fsdp`, gradients are first
+    reduce-scattered over `fsdp`, unless the backward pass has already done so. The all-reduce over
+    the other axes then sends only a shard. Do not call this if parallel.offload=state, because the
+    backward pass has already reduced the gradients.
     """
     return jax.tree.map(
         lambda g, layout: _reduce(g, layout, _fsdp_dim(layout.accum) is not None),

@@ -41,7 +41,7 @@ class Clock:
     """Seconds that this process has spent on each of the `ACTIVITIES`."""
 
     def __init__(self, began: float | None = None):
-        """Start in the activity `imports` at Unix time `began` (default: the process's start)."""
+        """Start the activity `imports` at Unix time `began` or, if None, `process_start_time()`."""
         self.began = process_start_time() if began is None else began
         self._activity = "imports"
         self._seconds: dict[str, float] = {}
@@ -78,7 +78,7 @@ class Clock:
         return sum(self._seconds.get(activity, 0.0) for activity in activities)
 
     def elapsed(self) -> float:
-        """Return the seconds since `began`, by default the start of the process."""
+        """Return the seconds since `began`."""
         return sum(self.seconds().values())
 
     def _update(self) -> None:

@@ -36,14 +36,15 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     """Return the collectives in one execution of a program.
 
     The collectives are sorted by number of mesh axes, then by axes, then by kind. `hlo` is
-    `compiled.as_text()`, and `mesh` maps axis names to sizes. Only the kinds in `COLLECTIVES` are
-    counted. Operations in a loop are counted once per iteration. Operations within a single device
-    are left out. In a conditional, only the branch with the most communication is counted. For a
-    layout change, XLA may use groups that span part of an axis. These groups are reported as if
-    they spanned the whole axis.
+    `compiled.as_text()`, and `mesh` maps axis names to sizes, outermost axis first. Only the kinds
+    in `COLLECTIVES` are counted. Operations in a loop body are counted once per iteration, and
+    those in a loop condition are not counted. Operations within a single device are left out. In a
+    conditional, only the branch with the most communication is counted. For a layout change, XLA
+    may use groups that span part of an axis. These groups are reported as if they spanned the whole
+    axis.
 
     Raises `ValueError` if the program and the mesh have different numbers of devices, or if the
-    number of iterations of a loop with collectives is unknown.
+    number of iterations of a loop with collectives in its body is unknown.
     """
     program = parse_hlo(hlo)
     if program.n_devices != math.prod(mesh.values()):
@@ -63,10 +64,11 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
 
 
 def ring_bytes(kind: str, bytes: float, n: int) -> float:
-    """Return the bytes that each device sends in a ring collective over `n` devices.
+    """Return the bytes that each device sends in a collective over `n` devices.
 
-    `kind` and `bytes` are fields of a `Collective`. The factors are from Thakur, Rabenseifner and
-    Gropp 2005, section 4, and match the "bus bandwidth" of nccl-tests.
+    `kind` and `bytes` are fields of a `Collective`. The factors for ring all-reduce, all-gather
+    and reduce-scatter are from Thakur, Rabenseifner and Gropp 2005, section 4. All factors match
+    the "bus bandwidth" of nccl-tests.
     """
     if kind == "collective-permute":
         return bytes

@@ -36,7 +36,7 @@ def flops_per_token(model: ModelConfig, n_parameters: int) -> int:
 
 
 class HostTimes(NamedTuple):
-    """Steps that a process has dispatched since its timer started, and the time spent on them."""
+    """Steps that a process has counted since its timer started, and the time spent on steps."""
 
     steps: int
     seconds: float  # spent on steps
@@ -45,7 +45,7 @@ class HostTimes(NamedTuple):
 
 
 class StepTimer:
-    """Times training steps with the run's clock."""
+    """Times training steps. Only the activities `step` and `data` of the run's clock count."""
 
     def __init__(self, clock: Clock, stalled: Callable[[], float] = lambda: 0.0):
         """Start the timer. `stalled` returns how many seconds this process has been suspended."""
@@ -69,12 +69,12 @@ class StepTimer:
         self._waited_for_device += max(0.0, seconds)
 
     def host_times(self) -> HostTimes:
-        """Return the number of steps since the timer started, and the time spent on them."""
+        """Return the count of steps since the timer started, and the time spent on steps."""
         steps, seconds, data = _difference(self._read(), self._start)
         return HostTimes(steps, seconds, seconds - self._waited_for_device, data)
 
     def lap(self) -> tuple[float, float] | tuple[None, None]:
-        """End the lap. Return its seconds per step, and the share of time spent waiting for data.
+        """End the lap. Return its seconds per step, and the fraction spent waiting for data.
 
         The first lap begins when the timer starts. Both values are None if the lap has no steps.
         """
@@ -101,9 +101,10 @@ class Rates:
     peak: float | None  # FLOP/s of one device, if known
 
     def of(self, dt: float | None) -> dict[str, float | None]:
-        """Return a dict of all rates for a step that takes `dt` seconds.
+        """Return a dict of `dt` and all rates for a step that takes `dt` seconds.
 
-        The rates are None if `dt` is None. `mfu` is a fraction, or None if the peak is unknown.
+        All values are None if `dt` is None. `tflops_per_device` is in TFLOP/s. `mfu` is a fraction,
+        or None if the peak is unknown.
         """
         if dt is None:
             return dict.fromkeys(self.of(1.0))

@@ -11,9 +11,9 @@ from jaxgpt.perf.units import GIB
 class Device:
     """Specification of one JAX device: a GPU, a GCD of an MI250X, a tile of a PVC, or a CPU device.
 
-    Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s. Link bandwidths
-    are per direction. All numbers are peaks from data sheets unless a comment says otherwise. None
-    means unknown.
+    Memory is in bytes, peaks are dense FLOP/s by dtype, and bandwidths are bytes/s. Link, network
+    and host bandwidths are per direction. All numbers are peaks from data sheets unless a comment
+    says otherwise. None means unknown.
     """
 
     name: str
@@ -122,6 +122,8 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 def find_device(device_kind: str) -> Device | None:
     """Return the device that JAX calls `device_kind`, or None if it is not in the table.
+
+    A100 PCIe cards get the numbers of the SXM modules, although some of their bandwidths are lower.
 
     >>> find_device("NVIDIA A100-SXM4-40GB").name
     'a100'

@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
-        """Return the first word of the attribute `name`, or "" if there is none."""
+        """Return the first word of the attribute `name`, or "" if it is missing or in brackets."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
         return found[1] if found else ""
 

@@ -23,7 +23,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
     """Return a function that measures the job's total FLOP/s in `size` x `size` matmuls.
 
     All devices multiply at the same time, so all processes must call `matmul_rate` and the returned
-    function together. CPU devices share the cores, so a single device would be faster.
+    function together. CPU devices share the cores. Both raise `RuntimeError` if JAX fails.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))

@@ -43,7 +43,7 @@ def host_memory() -> int:
 
 
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
-    """Raise `UsageError` if a lower bound on a step's memory exceeds the memory of a device.
+    """Raise `UsageError` if a lower bound on a step's memory exceeds what a device may use.
 
     No size in `shape` may be -1. No arrays are allocated. CPU devices share the host's memory.
     If the platform does not report a device's memory, there is no limit. Also raises whatever
@@ -82,7 +82,7 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
 def state_bytes(config: Config, shape: MeshShape) -> int:
     """Return a lower bound on the bytes of parameters, gradients and moments on a device.
 
-    Only matrices and the token embedding are counted. Moments are left out if
+    Only the layers' matrices and the token embedding are counted. Moments are left out if
     parallel.offload=moments. The bound is 0 if parallel.offload=state. No size in `shape` may be
     -1. Raises `UsageError` if moments are counted and optimizer.name is unknown.
     """

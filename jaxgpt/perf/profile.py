@@ -123,7 +123,7 @@ class StepProfile:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """If a trace is running, end it and log its summary. No later steps are traced."""
+        """If a trace is running, end it, log its summary, and trace no later steps."""
         if self._tracing is None:
             return
         jax.block_until_ready(state)  # do not count unfinished steps as profiling
@@ -193,11 +193,10 @@ def summary(
     The result also contains `n_steps` as `steps`, and the number of `processes`.
 
     `device_seconds` is the total of all operations, and `categories` holds the total of each
-    category. `operations` is a list of the `ROWS` most expensive operations: dicts with `name`,
-    `category`, `source`, `seconds`, `share` (of `device_seconds`) and `count` (executions per step
-    and device). `parts` is a list of dicts with `category`, `source` and `seconds`. Each covers all
-    operations with the same category and source line. Both lists begin with the most expensive
-    entries.
+    category. `operations` is a list of up to `ROWS` operations: dicts with `name`, `category`,
+    `source`, `seconds`, `share` (of `device_seconds`) and `count` (executions per step and device).
+    `parts` is a list of dicts with `category`, `source` and `seconds`. Each covers all operations
+    with the same category and source line. Both lists begin with the most expensive entries.
     `collective_waiting` is the time that devices spend in collectives beyond the time of the
     fastest device.
     """

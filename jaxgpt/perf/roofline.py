@@ -36,10 +36,11 @@ class Work(NamedTuple):
 def read_work(program: HloProgram) -> dict[str, Work]:
     """Return the `Work` of each operation in a step, keyed by the operation's name.
 
-    Opcodes in `FREE` and loop conditions are left out. Each operation is assumed to read its
-    operands once and to write its result once. If an operation uses only a slice of an array, only
-    the slice is counted. Caches are ignored. All branches of a conditional are counted. A loop with
-    an unknown trip count is counted as one iteration.
+    Opcodes in `FREE`, opcodes that end with -done, and loop conditions are left out. Each operation
+    is assumed to read its operands once and to write its result once. If an operation only slices
+    an array, gathers from it or updates a slice of it, only the slice is counted. A scatter counts
+    the whole array. Caches are ignored. All branches of a conditional are counted. A loop with an
+    unknown trip count is counted as one iteration.
     """
     out: dict[str, Work] = {}
 

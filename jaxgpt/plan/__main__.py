@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
 
     Raises `UsageError` if an option or a setting is invalid or incompatible with the mesh or the
     device, or if --advise finds no mesh. Also raises whatever `parse_args`, `with_vocabulary`,
-    `add_xla_flags` and `compile_step` raise.
+    `add_xla_flags`, `measured_peak` and `compile_step` raise.
     """
     device = DEVICES[arguments.device]
     config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)

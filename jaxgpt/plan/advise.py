@@ -20,8 +20,8 @@ from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 
 REMATS = ("none", "attention", "dots", "full")  # in order of decreasing memory
-# A layout ranks before a simpler layout only if it takes less than this fraction of the simpler
-# layout's time.
+# The fastest layout ranks before a simpler layout only if it takes less than this fraction of the
+# simpler layout's time.
 TIE_RATIO = 0.96
 COMPILED = 5  # number of layouts to compile
 MIN_SLICE = 2048  # minimum number of tokens in a `context` slice of a row
@@ -54,10 +54,11 @@ def search_layouts(
     the fastest schedule and number of microbatches, using the least remat that fits. The best `n`
     layouts are then compiled and ranked again. If a compiled layout does not fit, it is compiled
     again with more remat. At most two meshes that differ only in `data` and `fsdp` are compiled.
-    Layouts that fit come first, sorted by step time. However, a simpler layout comes before a
-    layout that is only slightly faster (`TIE_RATIO`). If step times are unknown, simpler layouts
-    come first. Among layouts that fit, pure data parallelism without remat always comes first. A
-    layout whose state alone does not fit is not compiled.
+    Layouts that fit come first. The next one is the simplest of the remaining layouts that are at
+    most slightly slower (`TIE_RATIO`) than the fastest of them. If step times are unknown, simpler
+    layouts come first. Among layouts that fit, pure data parallelism without remat always comes
+    first. Layouts that do not fit are compared by memory. A layout whose state alone does not fit
+    is not compiled and comes last.
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed to stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must

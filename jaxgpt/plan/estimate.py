@@ -37,10 +37,12 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     sharded = sum(p.size // (shards if p.axes.intersection(over) else 1) for p in parameters)
     in_layers = sum(p.size for p in parameters if p.layers)
     n_layers = max(p.layers for p in parameters)
-    shards_gradients = zero >= 2 and not config.reduces_once
+    is_away, n = parallel.offload == "state", config.train.gradient_accumulation_steps
+    shards_gradients = zero >= 1 if is_away else zero >= 2 and not config.reduces_once
+    sets = 2 if is_away and n > 1 else 1  # the old and the new accumulators
     at_rest = {
         "parameters": FLOAT32 * (sharded if zero >= 3 else whole),
-        "gradients": FLOAT32 * (sharded if shards_gradients else whole),
+        "gradients": sets * FLOAT32 * (sharded if shards_gradients else whole),
         "moments": FLOAT32 * n_moments * (sharded if zero >= 1 else whole),
     }
     away = {"none": 0, "moments": at_rest["moments"], "state": sum(at_rest.values())}
@@ -64,7 +66,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     else:
         layer = in_layers // n_layers
         other = n_layers * saved + working + logits + 2 * (width + FLOAT32) * layer
-        if config.train.gradient_accumulation_steps > 1:  # the gradients of one microbatch
+        if n > 1 and not is_away:  # the gradients of one microbatch
             other += at_rest["gradients"]
     return Memory(
         **at_rest,
@@ -80,9 +82,10 @@ def layer_activations(
     """Return the size of a layer's saved activations, and the backward pass's working memory.
 
     Both are in bytes per device, for a microbatch with `tokens` tokens on each device. Both depend
-    on parallel.remat. The working memory includes recomputed activations. Without remat or stored
-    scores, the saved size follows equation 2 of arXiv 2205.05198 for a model without dropout. Only
-    sequence parallelism splits norms and residuals over `tensor`.
+    on parallel.remat. The working memory includes recomputed activations. Without remat, stored
+    scores or sequence parallelism, the saved size is close to equation 2 of arXiv 2205.05198 for
+    GPT-2 in bfloat16 without dropout. Only sequence parallelism splits norms and residuals over
+    `tensor`.
     """
     model, remat = config.model, config.parallel.remat
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")
@@ -111,8 +114,8 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
     """Return the bytes that a GPU reads and writes in the forward and backward passes of a step.
 
     The formula assumes that elementwise operations are fused with each other, but not with matmuls.
-    It does not include recomputed layers, attention scores or the optimizer update. Raises
-    `UsageError` under the same conditions as `weights`.
+    It does not include recomputed layers, attention scores or the optimizer update. `mesh` must fit
+    `config`; see `mesh_shape`. Raises `UsageError` under the same conditions as `weights`.
     """
     model, D = config.model, config.model.n_embd
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

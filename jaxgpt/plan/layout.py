@@ -73,8 +73,8 @@ class Estimate:
 class Plan:
     """A layout, its program, and the quantities that are known without running the program.
 
-    The program is either compiled or estimated. If `is_complete` is False, only the size of the
-    state is known.
+    The program is either compiled or estimated. If `is_complete` is False, `program` holds only
+    the size of the state.
     """
 
     config: Config
@@ -125,19 +125,23 @@ class Plan:
 
     @property
     def recomputed_flops_per_token(self) -> int:
-        """FLOPs per token that the backward pass recomputes.
+        """Estimate of the FLOPs per token that pipeline stages and remat recompute.
 
-        Pipeline stages recompute all their layers. In addition, remat=attention and remat=dots
-        recompute the matmuls of attention, and remat=full recomputes all matmuls of a layer.
+        In a pipeline, all matmuls of the layers are counted. In addition, remat=attention and
+        remat=dots count the matmuls of attention. remat=full counts all matmuls of the layers,
+        except the MLP's last one, whose result only a following norm (model.post_norm) needs.
         remat=attention has no effect if the kernel does not keep the scores.
         """
         model, remat = self.config.model, self.config.parallel.remat
         attention = 4 * model.n_layer * model.n_head * model.head_size * model.block_size
-        linear = 2 * sum(w.size for w in layer_matrices(model))
+        matrices = layer_matrices(model)
+        linear = 2 * sum(w.size for w in matrices)
+        last = 2 * sum(w.size for w in matrices if "mlp" in w.axes and w.axes[-1] == "embed")
         stages = attention + linear if self.n_stages > 1 else 0
         if remat == "none" or (remat == "attention" and not self.program.stores_scores):
             return stages
-        return stages + attention + (linear if remat == "full" else 0)
+        again = linear - (0 if model.post_norm else last) if remat == "full" else 0
+        return stages + attention + again
 
     @property
     def n_stages(self) -> int:
@@ -212,8 +216,8 @@ class Plan:
         With offload=moments, the update reads and writes the moments. With offload=state, each
         forward pass, each backward pass and the update also read the parameters, and the update
         writes them. Gradients are written once, and read for their norm and for the update. With
-        several microbatches, each microbatch reads and writes the accumulators. In that case, a
-        compiled plan's `memory.gradients` includes two sets of accumulators.
+        several microbatches, each microbatch reads and writes the accumulators. In that case,
+        `memory.gradients` includes two sets of accumulators.
         """
         memory, n = self.memory, self.config.train.gradient_accumulation_steps
         if not memory.in_host:
@@ -228,7 +232,7 @@ class Plan:
         """Estimated times; None if the memory for activations or the device's peak is unknown.
 
         The peak is the device's peak FLOP/s in train.dtype. A device with a known peak must also
-        have known bandwidths, unless it is `cpu`.
+        have known bandwidths. A `cpu` with a known peak must instead be the only device.
         """
         device, memory, n_devices = self.device, self.memory, self.mesh.n_devices
         peak = device.peak_flops.get(self.config.train.dtype)

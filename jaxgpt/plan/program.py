@@ -78,13 +78,12 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     Layers are scanned. If the device is `cpu`, only `with_fewer_replicas` changes the step. The
     data's loss masks are ignored.
 
-    JAX must already simulate the devices of the mesh that `with_fewer_replicas` returns, and
-    config.model.vocab_size must be set.
+    `shape` must fit `config`; see `mesh_shape` and `check_batch`. JAX must already simulate the
+    devices of the mesh that `with_fewer_replicas` returns, and config.model.vocab_size must be set.
 
     Raises:
         UsageError: if the attention kernel or train.matmul_dtype cannot be used with these settings
-            on the device, if the mesh does not fit the model, or if an option names an unknown
-            kernel, layer or optimizer.
+            on the device, or if an option names an unknown kernel, layer or optimizer.
         ValueError: if a loop with collectives has an unknown number of iterations.
         RuntimeError: if XLA cannot compile the step.
     """
@@ -145,7 +144,8 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
 def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
     """Return the name of the attention kernel for `device`, and the reason for this choice.
 
-    Raises `UsageError` if model.attention selects a kernel that is unknown or cannot run.
+    Ring attention uses its own kernel instead. Raises `UsageError` if model.attention selects a
+    kernel that is unknown or cannot run.
     """
     setting = AttentionSetting(
         config.model,
@@ -176,6 +176,7 @@ def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshS
     stays the same. The config's parallel.mesh is set to the returned shape. If the layout has two
     or more replicas, at least two remain. If the replicas divide the batch evenly, each replica
     processes the same number of rows as before. A size of -1 for the replica axis counts as 1.
+    Raises `UsageError` if the new batch size would be 0.
     """
     axis = replica_axis()
     n = max(1, shape[axis])
@@ -199,10 +200,10 @@ def _simulated_mesh(shape: MeshShape) -> Mesh:
 def state_memory(config: Config, shape: MeshShape, device: Device) -> Memory:
     """Return the bytes of parameters, gradients and moments per device, without compiling.
 
-    Activations are not included. The requirements are the same as for `compile_step`. Raises
-    `UsageError` as `compile_step` does, except that model.attention and train.matmul_dtype are not
-    checked. `in_host` and `host_at_once` are 0 for `cpu`, because a CPU has no separate device
-    memory.
+    Activations are not included. With parallel.offload=state and several microbatches, two sets of
+    gradients are included. The requirements are the same as for `compile_step`. Raises `UsageError`
+    if an option names an unknown layer or optimizer. `in_host` and `host_at_once` are 0 for `cpu`,
+    because a CPU has no separate device memory.
     """
     mesh = _simulated_mesh(with_fewer_replicas(config, shape)[1])
     state, is_away = state_shapes(config, mesh), config.parallel.offload == "state"

@@ -112,9 +112,11 @@ def expected_traffic(
 ) -> tuple[Traffic, ...]:
     """Return the communication of one step, with bytes per device as in `Collective`.
 
-    The formulas leave out the communication in Muon and Adafactor updates, and some small arrays,
-    such as positions. `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for
-    `devices_per_host`. Raises `UsageError` under the same conditions as `weights`.
+    The formulas leave out the communication in Muon and Adafactor updates and for
+    train.layers_every, and some small arrays, such as positions. Savings of ring attention from
+    sliding windows are ignored. `mesh` must fit `config`; see `mesh_shape`. See
+    `choose_implementation` for `devices_per_host`. Raises `UsageError` under the same conditions as
+    `weights`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)
@@ -170,12 +172,14 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
     the shards over the other axes. The gradient of a weight that `tensor` does not split is also
     all-reduced over `tensor` if sequence parallelism is used or each rank's gradient is partial.
-    Pipeline stages all-reduce the gradients of weights that are not part of a layer.
+    Pipeline stages all-reduce the gradients of weights that are not part of a layer. With
+    parallel.offload=state, each microbatch reduces all gradients, one layer at a time.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
+    is_away = parallel.offload == "state"
     width = BYTES[parallel.grad_reduce_dtype]
     fsdp, tensor = axes_with("shards_parameters"), axes_with("splits_heads")
-    per_microbatch = parallel.zero_stage >= 2 and not config.reduces_once
+    per_microbatch = is_away or (parallel.zero_stage >= 2 and not config.reduces_once)
     out = []
     for p in parameters:
         rest, axes = p.size, {a for a in axes_with("reduces_gradients") if mesh[a] > 1}
@@ -192,7 +196,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
             axes.update(axes_with("splits_layers"))
         if axes:
             ordered = tuple(axis for axis in mesh if axis in axes)
-            out.append(Traffic("all-reduce", ordered, 1, rest * width, "gradients"))
+            times = n if is_away else 1
+            count = times * (max(1, p.layers) if is_away else 1)
+            out.append(Traffic("all-reduce", ordered, count, times * rest * width, "gradients"))
     return out
 
 
@@ -324,8 +330,9 @@ def _loss_and_norm(
             axes = p.axes.difference(axes_with("shards_parameters"))
         else:
             axes = p.axes
+        count = max(1, p.layers) if config.parallel.offload == "state" else 1
         out += [
-            Traffic("all-reduce", (axis,), 1, FLOAT32, "norm of the gradient")
+            Traffic("all-reduce", (axis,), count, count * FLOAT32, "norm of the gradient")
             for axis in mesh
             if axis in axes
         ]

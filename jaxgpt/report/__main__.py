@@ -151,8 +151,9 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table with a row for each run or each start, and write the requested files.
 
-    Raises `UsageError` if --sort names an unknown column, if a file cannot be written, or if --png
-    is given but matplotlib is missing. Raises `OSError` if a starts.jsonl cannot be read.
+    Raises `UsageError` if there are rows and --sort names an unknown column, if a file cannot be
+    written, or if --png is given but matplotlib is missing. Raises `OSError` if a starts.jsonl
+    cannot be read.
     """
     rows: list[dict[str, Any]] = [run.row() for run in runs]
     if given.kind == "startup":
@@ -209,8 +210,8 @@ def goodput_report(run: RunFiles, width: int) -> str:
 def spikes_report(run: RunFiles, width: int, png: Path | None) -> str:
     """Return a run's spikes, skips and rewinds as text, and plot the loss curve.
 
-    Lines have at most `width` characters. The plot is written to the file `png`. If `png` is
-    None, nothing is plotted.
+    The lines of the table have at most `width` characters. The plot is written to the file `png`.
+    If `png` is None, nothing is plotted.
 
     Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """

@@ -89,7 +89,7 @@ def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, 
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centered moving mean of `values` over about 2% of the curve.
+    """Return the centered moving mean of `values` over about 2% of the curve, at least one value.
 
     `values` and the result have shape (N,). Non-finite values are left out of the means, and the
     result is NaN at their positions.

@@ -24,10 +24,10 @@ MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def keep_freed_memory() -> list[str]:
     """Make glibc's malloc keep freed blocks unless the user has configured malloc.
 
-    If glibc accepts `MALLOC_OPTIONS`, malloc keeps freed blocks smaller than `KEPT_BYTES`. The heap
-    uses huge pages if possible. Returns a list with a log line if the user has configured malloc,
-    and an empty list otherwise. If the C library is not glibc, this does nothing. Call this before
-    XLA starts its threads.
+    If glibc accepts `MALLOC_OPTIONS`, malloc keeps freed blocks smaller than `KEPT_BYTES`, but at
+    most about 2 GiB at the end of the heap. The heap uses huge pages if possible. Returns a list
+    with a log line if the user has configured malloc, and an empty list otherwise. If the C library
+    is not glibc, this does nothing. Call this before XLA starts its threads.
     """
     for name, value in os.environ.items():
         if (

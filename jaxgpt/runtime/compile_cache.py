@@ -24,8 +24,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     be used, JAX compiles without it, and the log line gives the reason.
 
     A multi-process CPU job locks the subfolder until `cluster` closes. A job that has the lock and
-    runs on one host compiles only on process 0. A job that cannot get the lock, for example because
-    another job holds it, only reads the cache.
+    runs on one host compiles programs for all processes only on process 0. A job that cannot get
+    the lock, for example because another job holds it, only reads the cache.
     """
     import jax
     from jax.experimental.compilation_cache.compilation_cache import reset_cache

@@ -57,7 +57,8 @@ def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     machine is in `MACHINES` and has Intel GPUs, this also sets ZE_AFFINITY_MASK.
 
     All processes must call this. Raises `UsageError` on all processes if the processes on a host
-    outnumber the accelerators that they share, unless only one accelerator is visible.
+    outnumber the accelerators that they share, unless they run on CPUs or see at most one
+    accelerator.
     """
     machine = cluster.machine
     seen, n_sharing, position = _visible_accelerators(cluster)
@@ -99,8 +100,8 @@ def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     The estimate is the product of the axis sizes, even if the job has a different number of
     devices. If the mesh contains -1, the estimate is the total number of devices of all processes.
     In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or if the mesh is
-    too large. A single visible accelerator counts as one device, even if JAX splits it. All
-    processes must call this.
+    too large. A process that sees at most one accelerator counts as one device, even if JAX finds
+    more. All processes must call this.
     """
     if shape.is_filled:
         return shape.n_devices

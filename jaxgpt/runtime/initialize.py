@@ -70,9 +70,8 @@ def initialize_jax(
 
     Raises:
         PeerLost: on processes that cannot reach the coordinator.
-        OSError: if the coordinator's name does not resolve, or if this host has no route to the
-            coordinator or to another host.
-        RuntimeError: if `jax.distributed` cannot connect the processes.
+        OSError: if this host has no route to the coordinator or to another host.
+        RuntimeError: if `jax.distributed` cannot start, for example because its port is in use.
         UsageError: if the devices do not start, if accelerators are expected but JAX finds only
             CPUs, if there are more processes than accelerators, or if JAXGPT_COORDINATOR,
             JAX_PLATFORMS or XLA_FLAGS is invalid. On CPUs, also if JAX_NUM_CPU_DEVICES is invalid,
@@ -80,7 +79,8 @@ def initialize_jax(
             few devices.
         ValueError: if JAX rejects another of its environment variables.
 
-    If XLA_FLAGS contains an unknown flag, XLA terminates the process.
+    XLA terminates the process if XLA_FLAGS contains an unknown flag, or if the processes do not
+    connect within `cluster.timeout` seconds.
     """
     on_phase("imports")
     add_xla_flags(*CPU_COLLECTIVES)
@@ -191,9 +191,9 @@ def preemption_sync_point(step: int, requested: bool) -> bool | None:
     """Return whether all processes must stop after `step`.
 
     Set `requested` if this process has just been asked to stop. The process then sends itself
-    SIGTERM, which JAX catches. Every process must call this for each step. Returns None if
-    `jax.distributed` is not used. If it is used, the processes must have been connected with
-    `preemption=True`.
+    SIGTERM, which JAX catches. Every process must call this for each step. If `jax.distributed` is
+    not used, this sends no signal and returns None. If it is used, the processes must have been
+    connected with `preemption=True`.
     """
     import jax
 

@@ -19,7 +19,7 @@ QUICK_FUSIONS = ("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 def add_xla_flags(*flags: str) -> None:
     """Prepend missing flags to XLA_FLAGS. The user's flags win, because XLA uses the last value.
 
-    Raises `UsageError` if XLA_FLAGS does not begin with a dash, because it is then a file name.
+    Raises `UsageError` if XLA_FLAGS is a file name, that is, not empty and without a leading dash.
     """
     given = os.environ.get(VARIABLE, "").strip()
     if given and not given.startswith("-"):

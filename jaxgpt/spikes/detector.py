@@ -58,9 +58,9 @@ def update(
 ) -> tuple[SpikeState, Detection]:
     """Check the loss and gradient norm of a step, and add them to the window.
 
-    `loss` and `grad_norm` are scalars. Returns the next state and the detection. The values in the
-    window are clipped to the limits. A step with a non-finite value is not added. `state` must not
-    be empty.
+    `loss` and `grad_norm` are scalars. Returns the next state and the detection. Values above the
+    limits are clipped when they are added. A step with a non-finite value is not added. `state`
+    must not be empty.
     """
     window, values = state["window"], jnp.stack([loss, grad_norm]).astype(jnp.float32)
     medians, limits = spike_thresholds(window, spike)

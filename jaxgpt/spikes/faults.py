@@ -16,9 +16,9 @@ from jaxgpt.spikes.skip import SkipRanges
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
     """Return the loss, but replace it with NaN on faults.nan_device at faults.nan_step.
 
-    The gradient of a NaN loss is also NaN. All devices that process the same rows of the batch as
-    faults.nan_device get NaN. If faults.nan_step is not set, return `loss` itself. `loss` and
-    `step` are scalars. Call this inside `jax.shard_map`.
+    All devices that process the same rows of the batch get NaN. The gradient norm is then also NaN
+    if any target of these rows counts toward the loss. If faults.nan_step is not set, return `loss`
+    itself. `loss` and `step` are scalars. Call this inside `jax.shard_map`.
     """
     faults = config.faults
     if faults.nan_step is None:

@@ -80,7 +80,7 @@ def decide_rewind(
 
     Raises:
         NoRewind: if there have been too many consecutive rewinds, or if there is no checkpoint to
-            go back to.
+            go back to and the spike is at step checkpoint.interval + spike.rewind_margin or later.
         UsageError: if rewinds.json is damaged or unreadable.
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
@@ -147,7 +147,7 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
         directory: the run directory.
         rewind: the rewind, in the format of `read_rewinds`. It may be the pending rewind.
         to: the step of the restored checkpoint; 0 is the initial state. It is lower than
-            `rewind["to"]` if the checkpoint of that step was damaged.
+            `rewind["to"]` if the checkpoint of that step was damaged or is missing.
 
     Raises:
         UsageError: if a file cannot be written, or if rewinds.json is damaged or unreadable.

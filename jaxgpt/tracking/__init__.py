@@ -75,7 +75,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None  # a mere folder, such as ./wandb, has none
+    return spec is not None and spec.origin is not None  # W&B's folder ./wandb has no origin
 
 
 class Trackers:

@@ -1,4 +1,4 @@
-"""The console: log lines and a progress bar. train.log receives the same lines."""
+"""The console: log lines and a progress bar. In train.log, some of the lines are longer."""
 
 import contextlib
 import os
@@ -36,11 +36,11 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Width of the terminal in columns, or None if the output is not a terminal.
+        """Width of the terminal in columns, or None if there is no terminal.
 
         If stdout is a terminal, the environment variable COLUMNS overrides its width, and an
-        unknown width counts as 80. If mpiexec on this host forwards the output through a pipe, this
-        is the width of mpiexec's terminal, or None if it is unknown.
+        unknown width counts as 80. Otherwise, this is the width of the terminal on file descriptor
+        1 of mpiexec (or of this process without mpiexec on this host), or None if it is unknown.
         """
         if sys.stdout.isatty():
             return shutil.get_terminal_size().columns
@@ -59,8 +59,8 @@ class Console:
         Printed text is wrapped, and appears above the progress bar. Control characters are
         replaced. If `full` is given, it replaces `text` in the log file. If there is no log file,
         this does nothing. Raises `BrokenPipeError` if the program that reads the output has exited,
-        unless `outlive_reader` was called. Any other `OSError` only causes a warning. After a
-        failed print, nothing more is printed.
+        unless `outlive_reader` was called. Any other `OSError` only causes a warning; if printing
+        raised it, nothing more is printed.
         """
         if self._log is None:
             return

@@ -1,4 +1,4 @@
-"""CSV files: a table for each kind of record, for spreadsheets and pandas."""
+"""CSV files: a table for each kind of record except `rewind`, for spreadsheets and pandas."""
 
 import csv
 import io
@@ -12,12 +12,12 @@ Row = dict[str, Any]
 
 
 class Csv:
-    """Writes csv/<kind>.csv in the run directory, with a column for each field except lists.
+    """Writes csv/<kind>.csv in the run directory, with a column for each field.
 
-    The columns have the same names as in metrics.jsonl, and there is no column for `kind`. Nested
-    names are joined with `/`. Missing values are empty, and non-finite numbers are `nan`, `inf` or
-    `-inf`. Methods raise `OSError` if the folder or a row cannot be written, and also whatever
-    `read_table` and `write_table` raise.
+    The columns have the same names as in metrics.jsonl, but `kind`, lists and tuples have no
+    column. Nested names are joined with `/`. Missing values are empty, and non-finite numbers are
+    `nan`, `inf` or `-inf`. Methods raise `OSError` if the folder or a row cannot be written, and
+    also whatever `read_table` and `write_table` raise.
     """
 
     view = ""
@@ -100,7 +100,10 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
 
 
 def write_table(path: Path, columns: list[str], rows: list[Row]) -> None:
-    """Write a CSV file atomically. Raises `UsageError` if the file cannot be written."""
+    """Write a CSV file atomically. Each key of a row must be in `columns`.
+
+    Raises `UsageError` if the file cannot be written.
+    """
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """Legend and display format of one metric in a training record."""
+    """Legend and display format of one metric in the training lines."""
 
     legend: str
     short: str = ""  # name on the console; by default, the name in the record

@@ -1,7 +1,7 @@
 """metrics.jsonl and samples.txt.
 
-metrics.jsonl is the source of truth about a run. Each line is a JSON object, and no step appears
-twice.
+metrics.jsonl is the source of truth about a run. Each line is a JSON object, and no step has two
+training records.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class JsonLines:
 
 
 class Samples:
-    """Writes samples.txt, beginning with the samples in metrics.jsonl.
+    """Writes samples.txt, beginning with the samples in metrics.jsonl (at most the last 10,000).
 
     Methods raise `OSError` if one of these files cannot be read or written.
     """
@@ -99,7 +99,7 @@ class Samples:
         self._file.write(*texts)  # even if `texts` is empty, this retries earlier samples
 
     def rewind(self, step: int) -> None:
-        """Rewrite the file with the samples that are still in metrics.jsonl.
+        """Rewrite the file from metrics.jsonl, as `open` does.
 
         Raises `OSError` if one of these files cannot be read or written.
         """

@@ -40,13 +40,13 @@ class TrainRecord(Record):
     skipped_range: tuple[int, int] | None = None  # first and last step of the skipped range
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
     """For each corpus, the `tokens` so far and the mean `loss` in nats since the last record that
-    has this field, or since the run resumed or was rewound. The loss is None if the corpus had no
+    has this field, or since the run started or restarted. The loss is None if the corpus had no
     targets. The field is None for skipped steps and if there is only one corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersRecord(Record):
-    """Per-layer metrics, logged every train.layers_every steps.
+    """Per-layer metrics, logged every train.layers_every steps, except skipped steps.
 
     Keys are layer numbers such as `000`.
     """
@@ -65,7 +65,7 @@ class EvalRecord(Record):
     train_loss: float
     val_loss: float
     # `train_loss` and `val_loss` of each corpus, or None if there is only one corpus. The loss of a
-    # corpus without targets is None.
+    # corpus is None if none of its targets were evaluated.
     corpora: Mapping[str, Mapping[str, float | None]] | None = None
 
 
@@ -154,7 +154,7 @@ class GoodputRecord(Record):
     began: float  # `ended` of this process's previous record, or `start` if there is none
     ended: float
     seconds: Mapping[str, float]  # seconds spent on each activity; they add up to `ended - began`
-    is_last: bool  # True if the run finished, or stopped after saving a checkpoint
+    is_last: bool  # True if the run finished or was told to stop
 
 
 @dataclass(frozen=True, kw_only=True)

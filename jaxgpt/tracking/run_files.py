@@ -39,9 +39,9 @@ class RunFiles:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the new lines of metrics.jsonl. Return whether `records` has changed.
+        """Read new lines of metrics.jsonl. Return True if there are any or if old lines changed.
 
-        If a restart or a rewind has replaced the file, it is read from the start. Raises
+        If a restart or a rewind has changed old lines, the file is read from the start. Raises
         `UsageError` if the file cannot be read.
         """
         path, new, found, was_replaced = self.directory / METRICS, b"", [], False
@@ -106,7 +106,7 @@ class RunFiles:
     def settings(self) -> dict[str, str]:
         """Return the settings in config.yaml as strings, with keys such as `train.max_iters`.
 
-        The result is empty if the file is missing, unreadable or damaged.
+        The result is empty if the file is missing or unreadable, or is not a YAML mapping.
         """
         out: dict[str, str] = {}
         try:
@@ -127,12 +127,13 @@ class RunFiles:
         return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
 
     def state(self) -> str:
-        """Return the state of the run: `running`, `done`, `stopped` (on request) or `dead`.
+        """Return the state of the run: `running`, `done`, `stopped` or `dead`.
 
-        A locked run is `running`. Locks can be checked only on Linux, and sometimes only on the
-        run's host. A run whose lock cannot be checked is `running` if it wrote to a log in the last
-        `RECENT` seconds, unless `is_last` is True in its newest goodput record. Do not call this in
-        the process that trains the run, because the check would release the run's lock.
+        `stopped` means that a signal or the time limit ended the run. A locked run is `running`.
+        Locks can be checked only on Linux, and sometimes only on the run's host. A run whose lock
+        cannot be checked is `running` if it wrote to a log in the last `RECENT` seconds, unless
+        `is_last` is True in its newest goodput record. Do not call this in the process that trains
+        the run, because the check would release the run's lock.
         """
         lock, goodput = self.directory / ".lock", self.records["goodput"]
         if is_locked(lock):
@@ -147,10 +148,11 @@ class RunFiles:
     def row(self) -> dict[str, Any]:
         """Return this run's row for a table of runs, as a dict that maps headings to values.
 
-        Unknown values are None. `step` is the last logged step (0 if there is none), or the last
-        step of a run that is `done` or `stopped`. `age` is a timedelta, rounded to seconds. Losses
-        are rounded to four decimals, and tokens/s to a whole number. At least one of the run's logs
-        must exist. Do not call this in the process that trains the run (see `state`).
+        Unknown values are None. `step` is the last step with a training or evaluation record (0 if
+        there is none), or the last step of a run that is `done` or `stopped`. `age` is a timedelta,
+        rounded to seconds. Losses are rounded to four decimals, and tokens/s to a whole number. At
+        least one of the run's logs must exist. Do not call this in the process that trains the run
+        (see `state`).
         """
         train, evals = [r for r in self.records["train"] if not r["skipped"]], self.records["eval"]
         losses = [r["val_loss"] for r in evals if r["val_loss"] is not None]
@@ -197,9 +199,9 @@ def read_text(path: Path) -> str:
 def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     """Return the runs in `paths`. Each path is a run, or a folder with runs at any depth.
 
-    Runs inside another run's directory are not found, and symbolic links to folders of runs are not
-    followed. Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot be
-    read.
+    The search of a folder skips the directories of runs, and does not follow symbolic links to
+    folders of runs. Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot
+    be read.
     """
     found: dict[Path, str] = {}
     for path in paths:

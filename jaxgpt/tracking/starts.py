@@ -1,13 +1,14 @@
 """starts.jsonl: every start of a run, even if it failed before the first step.
 
 Each start appends a line of kind `start`, and later at most one line of each of the kinds
-`devices`, `first_step` and `end`. The run directory is locked, so two starts cannot write at the
-same time.
+`devices`, `first_step` and `end`. If the file system supports locks, the run directory is locked,
+so two starts cannot write at the same time.
 """
 
 import contextlib
 import datetime
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,12 @@ def log_start(directory: Path, kind: str, facts: dict[str, Any]) -> None:
     """
     line = json_line({"kind": kind, "time": time.time(), **facts})
     # Errors such as a full disk must not end the run.
-    with contextlib.suppress(OSError), (directory / STARTS).open("a") as file:
-        file.write(line)
+    with contextlib.suppress(OSError), (directory / STARTS).open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # an earlier process died while it was writing
+                file.write(b"\n")
+        file.write(line.encode())
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

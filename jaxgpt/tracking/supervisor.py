@@ -15,10 +15,11 @@ class SupervisorLink:
 
     `open` and `close` also send a line. The keys are `job`, `run` (absolute path of the run
     directory), `resumed` (step of the checkpoint that the run resumed from, or 0), `saved` (step of
-    the newest checkpoint, or 0), `step` (the step that training has reached) and `ending` (true
-    only in the line from `close`). Methods raise `OSError` if a line cannot be sent. The next line
-    then opens a new connection. If no send fails, the connection stays open until the process
-    exits.
+    the newest checkpoint, or 0), `step` (step of the newest training record or, until the next one,
+    the step that the run resumed from or rewound to) and `ending` (true only in the line from
+    `close`). `step` may be lower than `saved`. Methods raise `OSError` if a line cannot be sent.
+    The next line then opens a new connection. If no send fails, the connection stays open until the
+    process exits.
     """
 
     def __init__(self) -> None:

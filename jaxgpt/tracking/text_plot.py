@@ -10,10 +10,10 @@ BLANK, MARGIN = 0x2800, 11  # MARGIN: columns for the limits of the y-axis
 def plot_text(steps: np.ndarray, values: np.ndarray, width: int, axis: str = "step") -> list[str]:
     """Return the lines of a plot, including the limits of both axes.
 
-    The plot is `width` columns wide, but at least 31. Axis limits with many digits may make a line
-    wider. `steps` (N,) must be increasing, and `values` (N,) must contain at least one finite
-    value. Non-finite values are not drawn. `axis` is the name of the x-axis. Each character is a
-    braille cell of 2 x 4 dots.
+    The plot is `width` columns wide, but at least 31. Long axis limits or a long `axis` may make a
+    line wider. `steps` (N,) must be increasing, and `values` (N,) must contain at least one finite
+    value. Finite values are connected by lines, and other values are skipped. `axis` is the name of
+    the x-axis. Each character is a braille cell of 2 x 4 dots.
     """
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     low, high, columns = values.min(), values.max(), max(20, width - MARGIN)

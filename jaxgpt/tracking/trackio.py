@@ -21,9 +21,9 @@ WRITE_SECONDS = 2.0  # interval between writes; a write takes a few milliseconds
 class Trackio:
     """Writes a run to the project's trackio database.
 
-    The database is in TRACKIO_DIR. The default is $HF_HOME/trackio, or ~/.cache/huggingface/trackio
-    if HF_HOME is not set. Methods raise `OSError` if this folder cannot be written, and also
-    whatever trackio and sqlite3 raise.
+    The database is in TRACKIO_DIR. The default is $HF_HOME/trackio. The default of HF_HOME is
+    huggingface in $XDG_CACHE_HOME or, if that is not set, in ~/.cache. Methods raise `OSError` if
+    this folder cannot be written, and also whatever trackio and sqlite3 raise.
     """
 
     extra = "trackio"  # name of the required package, and of the jaxgpt extra that installs it

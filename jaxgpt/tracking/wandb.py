@@ -22,9 +22,10 @@ class Wandb:
 
     A resumed or rewound run continues the same W&B run, and `resume_from` makes W&B drop the later
     steps. In offline mode, W&B drops them when `wandb sync` uploads the files. If the process was
-    killed, W&B may have lost the last records, so they are logged again from metrics.jsonl. In
-    offline mode, a new W&B run begins if training restarts from step 0, or if all earlier processes
-    of the run were killed.
+    killed, W&B may have lost the last records, so they are logged again from metrics.jsonl, except
+    goodput records. A new W&B run begins if there is no checkpoint to resume from. In offline mode,
+    one also begins after a rewind to step 0, or if the existing W&B run was never closed (by a
+    rewind or at the end of a process), because its process was killed.
 
     W&B accepts values only for the newest step. Evaluations and some other records may belong to an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.

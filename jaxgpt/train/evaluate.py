@@ -29,10 +29,10 @@ def make_evaluator(
     """Return a function (step, params) -> `EvalRecord` that computes the mean loss of each split.
 
     The losses are in nats per token, weighted by the loss weights. A loss is NaN if all weights are
-    0. If the data has several corpora, the record also has each corpus's losses (None if the corpus
-    has no targets). Every call evaluates the same train.eval_iters microbatches of each split, and
-    calls `heartbeat(activity)` before each microbatch. All processes must call the function.
-    The function raises `UsageError` if the data is invalid or cannot be read.
+    0. If the data has several corpora, the record also has each corpus's losses (None if none of
+    its targets were evaluated). Every call evaluates the same train.eval_iters microbatches of each
+    split, and calls `heartbeat(activity)` before each microbatch. All processes must call the
+    function. The function raises `UsageError` if the data is invalid or cannot be read.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)

@@ -138,9 +138,8 @@ def cached_tokens(n_positions: int | None, length: Any) -> Any:
 def prefill(decode: DecodeFn, caches: Any, window: jax.Array, length: jax.Array) -> Any:
     """Return the KV caches for the first `length` tokens of `window`, computed in chunks.
 
-    `window` is int32 (P,). With learned positions, P is at most `n_positions`. The last chunk may
-    include padding. The cache entries of the padding are overwritten before any token attends to
-    them.
+    `window` is int32 (P,), and P is at most model.block_size. The last chunk may include padding.
+    The cache entries of the padding are overwritten before any token attends to them.
     """
     P = min(PREFILL_CHUNK, window.size)
 

@@ -115,10 +115,11 @@ def make_decoder(model: ShardedModel, attend: Attention, params: Params) -> tupl
 
     If the parameters take at most `SMALL_BYTES` in total, every device gets a copy and decodes all
     tokens, because distributing a small model would be slower. On several devices, larger models
-    stay sharded. With ZeRO-3, each call of the decode function gathers the whole model. With
-    pipeline parallelism, each stage gathers all layers once, before decoding. With
-    parallel.offload=state, larger models stay in host memory. On a single CPU, a large model in
-    device memory gets a separate array for each layer (`unstack_layers`), because that is faster.
+    keep their sharding. With ZeRO-3, each call of the decode function all-gathers the parameters
+    over `fsdp`. With pipeline parallelism, each stage gathers all layers once, before decoding.
+    With parallel.offload=state, larger models stay in host memory. On a single CPU, a large model
+    in device memory gets a separate array for each layer (`unstack_layers`), because that is
+    faster.
     """
     mesh, on_cpu = model.mesh, model.context.on_cpu
     dtype = jnp.dtype(model.config.train.dtype)

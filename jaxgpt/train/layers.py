@@ -72,4 +72,4 @@ def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.A
         return jax.lax.psum(sums_L, tuple(over)) if over else sums_L
 
     squares_L = model.run_on_shards(local, params, batch)
-    return jnp.sqrt(squares_L / (B * T * model.config.model.n_embd))
+    return jnp.sqrt(squares_L / float(B * T * model.config.model.n_embd))  # may exceed int32

@@ -135,7 +135,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 
     Raises:
         UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
-            if `Checkpoints.close` raises it.
+            if `Checkpoints.save` or `Checkpoints.close` raises it.
         OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
             folder for a profile cannot be created or removed.
         ValueError: if JAX writes no trace for a profile.

@@ -204,8 +204,8 @@ def load_weights(
 
     Raises:
         DamagedCheckpoint: on every process, if the weight arrays are damaged.
-        UsageError: on every process, if any process cannot read the weights, or if their JSON is
-            damaged.
+        UsageError: on every process, if the weights are missing, if any process cannot read them,
+            or if their JSON is damaged or belongs to another step.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
 
@@ -264,9 +264,9 @@ def after_corruption(
 ) -> tuple[int | None, Cause]:
     """Return the checkpoint to restart from after corruption, and the cause of the restart.
 
-    The result is the newest checkpoint with intact JSON, or None for the state before the first
-    step. If train.verify_interval is set, checkpoints are saved only if replicas agree. All
-    processes must call this.
+    The checkpoint is the newest one with intact JSON, or None for the state before the first step.
+    If train.verify_interval is set, checkpoints are saved only if replicas agree. All processes
+    must call this.
 
     Args:
         devices: mesh indices of devices whose parameters differ from their replicas.
@@ -277,7 +277,7 @@ def after_corruption(
     Raises:
         DeviceFailed: on every process, if `earlier` already contains the checkpoint
             `MAX_CORRUPTIONS` times.
-        UsageError: on every process, if `newest_undamaged` raises it.
+        UsageError: on every process, if `newest_undamaged` raises it or `DamagedCheckpoint`.
     """
     on_damage = run.config.checkpoint.on_damage
     newest = job.cluster.run_on_all(

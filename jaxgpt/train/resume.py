@@ -61,8 +61,9 @@ def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[
     """Return the `EVAL_RECORDS` that are due after `step` but missing from metrics.jsonl.
 
     `config.out` must be set. `step` is the checkpoint to resume from, or None for a new run. In a
-    new run, records are due if train.eval_at_start is set. If a resumed run has no metrics.jsonl,
-    nothing counts as missing. Raises `OSError` if metrics.jsonl cannot be read.
+    new run, records are due if train.eval_at_start is set, and metrics.jsonl is ignored. If a
+    resumed run has no metrics.jsonl, nothing counts as missing. Raises `OSError` if metrics.jsonl
+    cannot be read.
     """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
@@ -167,7 +168,9 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line if training continues after the learning-rate decay ends, else no lines.
+    """Return a log line if train.max_iters exceeds optimizer.lr_decay_iters, else no lines.
+
+    The constant schedule has no decay, so there is no line.
 
     Args:
         resume_step: step of the checkpoint to resume from; None for a new run.
@@ -274,7 +277,7 @@ def prepare_weights(
         UsageError: if the weights or their tokenizer cannot be read, if the model does not match
             the weights, if the conversion fails, or if the data has a different tokenizer and
             data.accept_changes is not set.
-        OSError: if the tokenizer's files cannot be copied.
+        OSError: if the tokenizer's file or the `COMPANIONS` cannot be copied.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)

@@ -107,8 +107,8 @@ class Run:
         """Return the number of tokens consumed from each current corpus, keyed by name.
 
         The counts cover all steps up to `step`. data.blend may have changed at `resume_step`, so
-        the counts up to that step come from the checkpoint. `step` must not be before
-        `resume_step`. `rows` is the training loader, with this run's `batch_sizes`.
+        the counts up to that step come from the checkpoint, if it has them. `step` must not be
+        before `resume_step`. `rows` is the training loader, with this run's `batch_sizes`.
         """
         now, then = rows.tokens_consumed(step), rows.tokens_consumed(self.resume_step or 0)
         before = self.resume_meta.get("corpus_tokens", dict(zip(rows.names, then, strict=True)))
@@ -130,8 +130,8 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
         UsageError: on every process, if the configuration is invalid or does not fit the job, if
             the data, the initial weights or the checkpoint cannot be used, or if the run directory
             is locked or not writable.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if the tokenizer's files cannot
-            be copied into the run directory.
+        OSError: on process 0, if metrics.jsonl cannot be read, or if the tokenizer's file or the
+            weights' `COMPANIONS` cannot be copied into the run directory.
     """
     decided = cluster.broadcast(
         cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
@@ -262,7 +262,7 @@ def open_run_data(config: Config) -> Dataset:
     """Open the data of a run. Raises `UsageError` as `open_dataset` does.
 
     If train.init_from is set and the data's vocabulary is larger than model.vocab_size, the error
-    message names train.init_from instead of model.vocab_size.
+    message starts with train.init_from instead of model.vocab_size.
     """
     try:
         return open_dataset(config.data, config.model)
@@ -339,9 +339,10 @@ def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
     """Return the run directory, created if necessary and locked until `at_end` is closed.
 
     On file systems without locks, the directory is not locked. If config.out is None, this creates
-    a new directory, runs/<config>-<time>. Raises `UsageError` if the directory is in use by another
-    job, is a file, cannot be written, is in the checkpoints folder of a run, or contains a file
-    named checkpoints or a folder with a name in `FILES`.
+    a new directory, runs/<config>-<time>, with a suffix if that name is taken. Raises `UsageError`
+    if the directory is in use by another job, is a file, cannot be written, is the checkpoints
+    folder of a run or inside it, or contains a file named checkpoints or a folder with a name in
+    `FILES`.
     """
     given = Path(config.out or "").absolute()
     try:

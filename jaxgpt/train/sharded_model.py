@@ -69,7 +69,7 @@ class ShardedModel(NamedTuple):
         Args:
             grad_accumulators: zeros from `local_params` or, with parallel.offload=state, the sum of
                 earlier gradients. Differentiating with respect to these arrays gives the
-                parameters' gradients plus that sum; see `parallel.zero.ShardedParam`.
+                parameters' gradients plus that sum; see `parallel.zero.all_gather_param`.
             params: this device's shards, from `local_params`.
         """
         return nnx.merge(
@@ -92,7 +92,10 @@ class ShardedModel(NamedTuple):
         )(params, batch)
 
     def with_whole_layers(self) -> "ShardedModel":
-        """Return the model with every layer stored on every stage."""
+        """Return the model with every layer stored on every stage.
+
+        In each `ParamLayout`, only `param` changes.
+        """
 
         def kept(over: Any) -> tuple[str, ...] | None:
             return tuple(a for a in jax.tree.leaves(over) if a not in self.layer_axes) or None
@@ -225,11 +228,11 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     """Return how many equal slices each CPU's part of a microbatch is split into.
 
     Slices are processed one after another, like microbatches. Slicing saves memory and is faster on
-    CPUs. The result divides the number of rows. It brings the size of a slice's activations as
-    close as possible to `SLICE_BYTES` or to `GRADIENTS_PER_SLICE` times the size of the gradients,
-    whichever is larger. If any axis except `data` is larger than 1, the result is 1, because each
-    slice would add communication. model.vocab_size must be set. Raises `UsageError` as
-    `activation_bytes` does.
+    CPUs. The result divides the number of rows. On a logarithmic scale, it brings the size of a
+    slice's activations as close as possible to `SLICE_BYTES` or to `GRADIENTS_PER_SLICE` times the
+    size of the gradients, whichever is larger. If any axis except `data` is larger than 1, the
+    result is 1, because each slice would add communication. model.vocab_size must be set. Raises
+    `UsageError` as `activation_bytes` does.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
     params: Params
     opt_state: optax.OptState
-    spike_state: SpikeState  # the spike detector's window of losses and gradient norms
+    spike_state: SpikeState  # of the spike detector; empty if spike.action=off
 
     def __repr__(self) -> str:
         parts = zip(self._fields, self, strict=True)

@@ -47,7 +47,8 @@ class Metric(NamedTuple):
     compute: Callable[[StepValues], jax.Array]
 
 
-# All metrics of a step. They appear on the console, in metrics.jsonl and in every tracker.
+# Scalar metrics of a step that the devices compute. They appear in metrics.jsonl, in every tracker
+# and, if the line is wide enough, on the console.
 STEP_METRICS = {
     "loss": Metric(
         Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format, width=6),
@@ -137,7 +138,7 @@ def loss_and_gradients(
     """Return the losses of each row, and the gradients of the weighted mean loss.
 
     Auxiliary losses are added to the loss before it is differentiated (see `mlp.AuxLosses`).
-    `step` (int32, counted from 1) selects the dropout masks and any injected fault.
+    `step` (int32, counted from 1) selects the dropout masks, and is passed to `inject_nan`.
 
     Returns:
         `LossParts.rows` and `LossParts.aux` of the global batch, by name: float32 (B,). The entry
@@ -169,8 +170,7 @@ def _local_loss_and_gradients(
     """Compute `loss_and_gradients` on one device.
 
     Args:
-        weight_sum: sum of the targets' weights over the global batch, a float32 scalar. Gradients
-            are divided by this sum.
+        weight_sum: `total_weight` of the global batch. Gradients are divided by it.
     """
     config, in_host = model.config, model.config.parallel.offload == "state"
     params, grad_accumulators = local_params(params, model.layouts)
@@ -178,7 +178,7 @@ def _local_loss_and_gradients(
     def scalar(parts: LossParts) -> jax.Array:
         loss = parts.loss
         if parts.aux:  # the gradients are divided by the sum of weights, not the number of tokens
-            n_tokens = config.train.batch_size * config.model.block_size
+            n_tokens = float(config.train.batch_size * config.model.block_size)  # may exceed int32
             loss += weight_sum / n_tokens * sum(aux_B.sum() for aux_B in parts.aux.values())
         loss = inject_nan(config, loss, model.mesh, step)
         return loss / weight_sum if in_host else loss

@@ -352,6 +352,21 @@ def test_the_given_tokenizer_replaces_the_one_in_the_folder(tmp_path, monkeypatc
     assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == b"new"
 
 
+def test_an_exported_tokenizer_adds_no_special_tokens_because_training_does_not(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1}))
+    made.add_special_tokens(["<s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    write(tmp_path / "a")
+    made.save(str(tmp_path / "a" / "tokenizer.json"))
+    huggingface.from_hf(tmp_path / "a", tmp_path / "ours")
+    huggingface.to_hf(tmp_path / "ours", None, tmp_path / "b", "float32")
+    exported = tokenizers.Tokenizer.from_file(str(tmp_path / "b" / "tokenizer.json"))
+    assert (made.encode("a").ids, exported.encode("a").ids) == ([0, 1], [1])
+
+
 def test_a_model_of_more_layers_than_can_be_unrolled_is_read(tmp_path):
     write(tmp_path, LLAMA | {"num_hidden_layers": 600}, {})
     assert families.read_model(tmp_path).n_layer == 600

@@ -37,9 +37,9 @@ NAMED = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
         (None, True, EOS, (), ()),  # a run's own tokenizer
         (NAMED, True, BOS, (BOS,), ()),  # Llama 3: tokenizer.json says so
         (NAMED, False, BOS, (), ()),
-        (NAMED | {"add_bos_token": True}, False, BOS, (BOS,), ()),  # Llama 2, Mistral
-        (NAMED | {"add_bos_token": False}, True, BOS, (), ()),
-        (NAMED | {"add_eos_token": True}, True, BOS, (), (EOS,)),
+        # transformers 5 ignores these settings if there is a tokenizer.json.
+        (NAMED | {"add_bos_token": True, "add_eos_token": True}, False, BOS, (), ()),
+        (NAMED | {"add_bos_token": False}, True, BOS, (BOS,), ()),
         ({"bos_token": None, "eos_token": "</s>"}, False, EOS, (), ()),  # Qwen
         ({"model_max_length": 1024}, False, EOS, (), ()),  # GPT-2
     ],

@@ -6,6 +6,7 @@ $JAXGPT_EVAL is a Python with lm_eval, torch, transformers and what jaxgpt needs
 import json
 import os
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -124,6 +125,7 @@ def llama(tmp_path_factory):
     convert(["to-hf", "--run", str(home / "run"), "--out", str(home / "hf")])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
     (home / "hf" / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "</s>"}))
+    shutil.copy(home / "tokens" / "tokenizer.json", home / "hf")  # it adds <s>
     write_tasks(home)
     return home
 

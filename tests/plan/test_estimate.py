@@ -6,12 +6,14 @@ import pytest
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.weights import count_parameters
+from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.advise import Estimator, search_layouts
 from jaxgpt.plan.estimate import layer_activations, memory_traffic
 from jaxgpt.plan.layout import MATMUL_EFFICIENCY, Plan, plan_layout
-from jaxgpt.plan.program import with_fewer_replicas
+from jaxgpt.plan.program import COMPILE_ONLY, Memory, Program, with_fewer_replicas
 from jaxgpt.plan.traffic import layer_groups
+from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices
 
 MEDIUM = (
@@ -38,6 +40,23 @@ def both(*options):
         return estimated(config, mesh, "h100"), plan_layout(config, mesh, DEVICES["h100"], 8)
 
 
+@pytest.mark.parametrize("options", [(), ("model.post_norm=True", "model.position=rope")])
+def test_full_remat_recomputes_as_many_flops_as_the_compiled_step(options):
+    def flops(n_layer, remat):
+        layers = f"model.n_layer={n_layer}", f"parallel.remat={remat}", "parallel.scan_layers=False"
+        words = (*layers, "model.vocab_size=256", "train.batch_size=8", "--mesh", "1,1,1")
+        with limited_devices(1):
+            steps = make_steps(load_config("tiny", *words, *options), make_mesh(MeshShape()))
+            compiled = steps.lower_train_step().compile(COMPILE_ONLY)
+        return steps.model.config, compiled.cost_analysis()["flops"]
+
+    config, full = flops(2, "full")
+    again = full - flops(2, "none")[1] - flops(1, "full")[1] + flops(1, "none")[1]
+    plan = Plan(config, MeshShape(), DEVICES["h100"], 1, Program(Memory(0, 0, 0)))
+    tokens = config.train.batch_size * config.model.block_size
+    assert plan.recomputed_flops_per_token / 2 == pytest.approx(again / tokens, rel=0.05)
+
+
 @pytest.mark.parametrize("n", [16, 64])
 @pytest.mark.parametrize(
     "layout",
@@ -54,6 +73,15 @@ def test_the_memory_of_a_pipeline_is_estimated_within_a_tenth(layout, n):
     estimate, compiled = both("--mesh", *layout, *microbatches(n, rows))
     assert estimate.memory.total == pytest.approx(compiled.memory.total, rel=0.1)
     for name in ("parameters", "gradients", "moments"):
+        found = getattr(estimate.memory, name)
+        assert found == pytest.approx(getattr(compiled.memory, name), rel=0.001)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_memory_of_an_offloaded_state_is_estimated(stage):
+    options = ("parallel.offload=state", f"parallel.zero_stage={stage}", *microbatches(4, 4))
+    estimate, compiled = both("--mesh", "2,2,1", "parallel.scan_layers=True", *options)
+    for name in ("parameters", "gradients", "moments", "in_host"):
         found = getattr(estimate.memory, name)
         assert found == pytest.approx(getattr(compiled.memory, name), rel=0.001)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxgpt.report import __main__ as report
 from jaxgpt.tracking.run_files import read_runs
-from jaxgpt.tracking.starts import log_start
+from jaxgpt.tracking.starts import log_start, read_starts
 from jobs import run
 from written_runs import short_run
 
@@ -43,6 +43,13 @@ def write_starts(path):
 def read_csv(path):
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def test_a_start_after_a_line_that_was_cut_off_is_found(tmp_path):
+    (tmp_path / "starts.jsonl").write_text('{"kind": "devi')
+    log_start(tmp_path, "start", {"processes": 2, "hosts": ["a"], "machine": None})
+    (start,) = read_starts(tmp_path)
+    assert start["processes"] == 2
 
 
 def test_every_start_of_a_run_is_a_row(tmp_path, capsys):

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from jaxgpt.config import UsageError, load_config, mesh_shape, parse_args
+from jaxgpt.config import MeshShape, UsageError, load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import batch_sharding
+from jaxgpt.train.compiled import make_steps
 from jobs import SMALL, checkpoint_arrays, limited_devices, records, train_here
 
 PLAIN_SGD = (
@@ -118,3 +119,11 @@ def test_gradients_in_host_memory_are_refused():
         load_config(
             "tiny", "train.layers_every=5", "parallel.offload=state", "parallel.scan_layers=True"
         )
+
+
+def test_a_step_may_have_more_activations_than_int32_can_count():
+    sizes = ("model.n_layer=1", "model.n_embd=256", "model.block_size=4096")
+    config = load_config("tiny", *sizes, "train.batch_size=4096", "train.layers_every=1")
+    with limited_devices(1):
+        steps = make_steps(config.replace(model__vocab_size=256), make_mesh(MeshShape()))
+        steps.lower_train_step()

@@ -30,12 +30,13 @@ DOCUMENT = 100  # tokens per document
 
 
 def attention_errors(settings: Sequence[str]) -> tuple[float, float, str]:
-    """Compare the bfloat16 kernel that training would choose with XLA's attention in float32.
+    """Compare the kernel that `choose_attention` returns for bfloat16 with float32 XLA attention.
 
     Returns the output error, the largest gradient error, and the kernel's name with the reason why
     it was chosen. An error is the largest absolute difference from the float32 result, divided by
     that result's largest absolute value. `settings` override the gpt2 preset, but must keep its 12
-    heads of size 64. The inputs have shape (2, T, heads, 64), where T is 256 on a CPU and otherwise
+    heads of size 64. With dropout, the kernel must be `xla`, because other kernels may draw
+    different masks. The inputs have shape (2, T, heads, 64), where T is 256 on a CPU and otherwise
     1024. A NaN in a result makes its error NaN. Raises `UsageError` if a setting is invalid, or if
     the kernel that model.attention selects cannot run.
     """

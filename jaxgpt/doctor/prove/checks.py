@@ -126,7 +126,7 @@ def speed(commands: Commands, *, name: str) -> Iterator[Row]:
 
 
 def nanogpt(commands: Commands) -> Iterator[Row]:
-    """Time jaxgpt and nanoGPT in alternating rounds, with the same weights and data.
+    """Time jaxgpt and nanoGPT in alternating rounds, with the same initial weights and data.
 
     Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing. Also raises
     whatever `Commands.json` raises.
@@ -147,7 +147,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 
 
 def numerics(commands: Commands) -> Iterator[Row]:
-    """Compare each step's bfloat16 loss with its float32 loss. A non-finite loss misses the goal.
+    """Compare each step's bfloat16 loss with its float32 loss.
 
     Raises `ValueError` if the runs logged different numbers of steps, or no steps. Also raises
     whatever `Commands.run` raises.

@@ -15,7 +15,7 @@ from jaxgpt.cluster.hardware import accelerator_expected
 
 
 class CommandFailed(Exception):
-    """A command failed; the message gives the command's module and exit status."""
+    """A command failed or ended too early; the message gives its module and exit status."""
 
 
 class Missing(Exception):
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The value as text, or "-" if there is none. Numbers are rounded and include the unit."""
+        """The value as text, or "-" if it is empty or None. Numbers are rounded and have units."""
         if isinstance(self.value, str) or self.value is None:
             return self.value or "-"
         if self.unit == "%":
@@ -73,7 +73,7 @@ class Commands:
 
     If a call to `run`, `report` or `json` reaches the time limit, its output is lost. When a call
     ends, the remaining processes in the command's process group are killed. All methods raise
-    `OSError` if the log cannot be written.
+    `OSError` if the command cannot be started or the log cannot be written.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Commands:
 
         Args:
             folder: the check's folder, which must exist when a command starts.
-            seconds: the time limit for all commands together.
+            seconds: the time limit for all commands together, counted from now.
             nanogpt: path of a clone of nanoGPT, if there is one.
             torch: a Python executable that can import PyTorch.
             text: path of a file with the text of Tiny Shakespeare, if there is one.

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 30  # maximum number of bars in a sparkline, so that the line fits 80 columns
+WIDTH = 30  # maximum number of bars in a sparkline; the line then usually fits 80 columns
 
 
 def ending_lines(directory: Path, views: Sequence[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """Goodput: the fraction of a run's wall time, including restarts, spent on steps that were kept.
 
 Each goodput record in metrics.jsonl shows how the time since the previous record was spent. After a
-job is killed, the time from its last record to the start of the next job counts as `down`. If a job
-finishes or stops with a checkpoint, the time until the next job starts is not counted. A job that
-is killed before it has restored the state leaves no record.
+job fails or is killed, the time from its last record to the start of the next job counts as `down`.
+If a job finishes or stops with a checkpoint, the time until the next job starts is not counted. A
+job that is killed before it has restored the state leaves no record.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jaxgpt.tracking.console import table_text
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import GOODPUT_SHAPE, GoodputRecord
 
-WRITE_SECONDS = 5.0  # minimum time between records; 1/1000 of the elapsed time if that is longer
+WRITE_SECONDS = 5.0  # `reach` waits this long, or 1/1000 of the elapsed time if that is longer
 TIMES = ACTIVITIES | {
     "lost": "steps that a rewind discarded or that were trained again",
     "down": "time between a killed job's last record and the start of the next job",
@@ -63,7 +63,7 @@ class Goodput:
 
 
 def read_goodput(directory: Path) -> list[GoodputRecord]:
-    """Return all goodput records of a run, oldest first.
+    """Return the undamaged goodput records of a run, oldest first.
 
     Raises `OSError` if metrics.jsonl cannot be read.
     """
@@ -71,7 +71,7 @@ def read_goodput(directory: Path) -> list[GoodputRecord]:
 
 
 def goodput_records(found: Sequence[dict[str, Any]]) -> list[GoodputRecord]:
-    """Convert dicts from metrics.jsonl to goodput records."""
+    """Convert dicts of kind `goodput` from metrics.jsonl to goodput records."""
     return [GoodputRecord(**{key: record[key] for key in GOODPUT_SHAPE}) for record in found]
 
 

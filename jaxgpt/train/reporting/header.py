@@ -20,8 +20,8 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.run_directory import Run
 
-SETTINGS_WIDTH = 100  # maximum characters per line of settings
-# Notes in `facts` with these prefixes are not shown on the console.
+SETTINGS_WIDTH = 100  # settings are wrapped at this width, not counting the section's name
+# `summary_lines` leaves out notes in `facts` with these prefixes.
 USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none, ")
 
 

@@ -1,4 +1,4 @@
-"""Step metrics, fetched for several steps at once so that the device never waits for the host.
+"""Step metrics, fetched for several steps at once so that the device rarely waits for the host.
 
 All processes read the same values after the same steps, so they make the same decisions.
 """
@@ -56,9 +56,9 @@ class MetricsBuffer:
     def calls_for_rewind(self, readings: list[StepMetrics]) -> StepMetrics | None:
         """Return the first step whose loss calls for a rewind, or None.
 
-        Spikes in the gradient norm alone do not call for a rewind, because gradients are clipped.
-        Non-finite steps do not call for a rewind, because their updates were not applied. The
-        result is always None unless spike.action=rewind.
+        Spikes in the gradient norm alone do not call for a rewind, because gradients are usually
+        clipped. Non-finite steps do not call for a rewind, because their updates were not applied.
+        The result is always None unless spike.action=rewind.
         """
         if self._config.spike.action != "rewind":
             return None
@@ -103,7 +103,7 @@ def corpus_means(
 
     Args:
         batches: for each batch, arrays of shape (B,) with the corpus index, mean loss and total
-            weight of each row. The weights are None if all rows have the same weight.
+            weight of each row. None instead of weights means that all rows have the same weight.
     """
     n = len(names)
     sums, totals = np.zeros(n), np.zeros(n)

@@ -129,7 +129,7 @@ class Reporter:
             self._keep_config()
 
     def log_resume(self) -> None:
-        """If the run resumed, log the checkpoint's step and any change in the mesh."""
+        """If the run resumed, log the checkpoint's step and any change of mesh or process count."""
         saved, size = self._run.resume_meta, self._cluster.size
         if self._run.resume_step is None:
             return
@@ -340,7 +340,7 @@ class Reporter:
     def log_rewind(self) -> None:
         """Log the run's newest rewind. There must be at least one.
 
-        Raises `UsageError` on process 0 if rewinds.json cannot be read.
+        Raises `UsageError` on process 0 if rewinds.json is damaged or unreadable.
         """
         if self._cluster.is_main:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))

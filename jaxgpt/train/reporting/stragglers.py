@@ -34,7 +34,7 @@ class Stragglers:
     def compare(self, step: int, messages: dict[int, str]) -> list[StragglerRecord]:
         """Return a record for each process that has just become a straggler.
 
-        Each process is reported at most once. `messages` maps each rank to its `HostTimes` as JSON,
+        Each process is reported at most once. `messages` maps ranks to their `HostTimes` as JSON,
         in seconds. An interval ends when every process has sent new times. Until an interval ends,
         this returns an empty list.
         """
