@@ -32,8 +32,8 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     There are eight rounds after a warm-up. `settings` are command-line settings. By default, the
     checkpoint is 1 GB. `out` is the folder to write to, by default the system's temporary
-    folder. All hosts must share it. If checkpoint.local is set, folders are left there. They are
-    empty if the benchmark succeeds.
+    folder. All hosts must share it. In the folder checkpoint.local, if there is one, the benchmark
+    leaves subfolders, which are empty if it succeeds.
 
     Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
     fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever

@@ -255,8 +255,8 @@ def _with_known_batch_size(config: Config, notes: list[str]) -> Config:
         return config
     if not shape.is_filled:
         raise UsageError(
-            f"train.batch_size_per_device={size}: the number of devices is unknown; give all sizes "
-            "of --mesh, or train.batch_size=N for the whole job"
+            f"train.batch_size_per_device={size}: the number of devices is unknown; give the size "
+            "of every axis in --mesh, or set the global batch size with train.batch_size=N"
         )
     notes.append(describe_batch_size(config, shape))
     return with_batch_size(config, shape)

@@ -114,9 +114,9 @@ def from_megatron(path: Path, out: Path, tokenizer: Path | None = None) -> list[
         tokenizer: path that `read_tokenizer` accepts, or None. Rows of the embedding and the
             output layer beyond the tokenizer's vocabulary are dropped as padding.
 
-    Raises `UsageError` if a file is missing or damaged, if the model is not supported or does not
-    match its tensors, if the tokenizer cannot be read or does not fit the model, or if torch is
-    missing or too old. Also raises whatever `rank_files` and `write_weights` raise.
+    Raises `UsageError` if a file is missing or damaged, if the model is not supported, if the
+    tensors do not match the model, if the tokenizer cannot be read or does not fit the model, or if
+    torch is missing or too old. Also raises whatever `rank_files` and `write_weights` raise.
     """
     files = rank_files(path)
     loaded = {rank: load(file) for rank, file in files.items()}

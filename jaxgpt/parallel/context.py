@@ -45,7 +45,7 @@ def choose_implementation(
     """Return `ulysses` or `ring`, and the reason for the choice.
 
     If parallel.context_impl is not `auto`, its value is returned unchecked. With `auto`, at least
-    one implementation must be possible.
+    one implementation must be supported.
 
     Args:
         devices_per_host: number of devices per host. If None, all devices are assumed to share a

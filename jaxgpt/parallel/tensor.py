@@ -104,7 +104,7 @@ class ParallelContext:
         return jax.lax.psum(x_BTD, self.tensor_axes)
 
     def psum(self, x: Any) -> Any:
-        """Sum each array in a tree over `tensor`."""
+        """Sum each array of a pytree over the mesh axis `tensor`."""
         return jax.lax.psum(x, self.tensor_axes) if self.tensor > 1 else x
 
     def pmax(self, x: jax.Array) -> jax.Array:

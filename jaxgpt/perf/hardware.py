@@ -121,7 +121,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 
 def find_device(device_kind: str) -> Device | None:
-    """Return the device that JAX calls `device_kind`, or None if it is not in the table.
+    """Return the table's entry for JAX's `device_kind` (a string), or None if there is no entry.
 
     A100 PCIe cards get the numbers of the SXM modules, although some of their bandwidths are lower.
 

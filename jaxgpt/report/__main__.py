@@ -176,8 +176,8 @@ def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
 def rows_text(rows: list[dict[str, Any]], width: int, keys: int) -> str:
     """Return the rows as a table, or as several tables if one would exceed `width` characters.
 
-    Each table begins with the first `keys` columns. All rows must have the same keys in the same
-    order. None is shown as `-`. If there are no rows, return `no starts`.
+    The first `keys` columns are repeated in each table. All rows must have the same keys in the
+    same order. None is shown as `-`. If there are no rows, return `no starts`.
     """
     if not rows:
         return "no starts"

@@ -180,8 +180,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    Checkpoints in checkpoint.local are not removed. The run must have at least one rewind. After an
-    error, the next start of the run tries again.
+    Checkpoints in checkpoint.local are not removed. The run must have at least one rewind. If
+    there is an error, this is repeated when the run starts again.
 
     Raises:
         OSError: if a checkpoint cannot be removed.

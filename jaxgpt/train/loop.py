@@ -209,7 +209,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 def _find_corruption(
     run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
-    """Return the mesh indices of devices whose parameters differ from their replicas.
+    """Return the mesh indices of devices whose parameters differ from those of the other replicas.
 
     If train.verify_interval is set, replicas are compared at this interval and before every save.
     The result is empty if no comparison is due. All processes must call this.

@@ -269,7 +269,7 @@ def after_corruption(
     must call this.
 
     Args:
-        devices: mesh indices of devices whose parameters differ from their replicas.
+        devices: mesh indices of devices whose parameters differ from those of other replicas.
         last: the step after which the difference was found.
         earlier: the checkpoints that earlier calls returned. This call appends the checkpoint that
             it returns.

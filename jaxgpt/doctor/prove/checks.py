@@ -275,8 +275,8 @@ def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
     If the dataset does not exist, it is prepared from `commands.text`. Raises `Missing` if there is
-    neither a dataset nor a text. Raises `ValueError` if no validation loss is finite. Also raises
-    whatever `Commands.run` and `dataset_directory` raise.
+    neither a dataset nor a text file. Raises `ValueError` if no validation loss is finite. Also
+    raises whatever `Commands.run` and `dataset_directory` raise.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         if commands.text is None:
