@@ -21,7 +21,14 @@ from jaxgpt.cluster.launchers import (
 )
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.cluster.supervisor import Supervisor
-from jaxgpt.config import CommandParser, UsageError, is_help, parse_args, whole_number
+from jaxgpt.config import (
+    CommandParser,
+    UsageError,
+    is_help,
+    mesh_shape,
+    parse_args,
+    whole_number,
+)
 from jaxgpt.perf.startup import JOB_START
 
 TRAIN = "jaxgpt.train"
@@ -100,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(Supervisor(layout, launcher, command, *limits).run())
         line = [*launcher(layout, os.environ), *command]
         if arguments.print:
-            check_settings(command)
+            check_settings(command, layout.n_processes)
             for place in placement_lines(layout, os.environ):
                 print(f"launch: {place}", file=sys.stderr, flush=True)
             print(shlex.join(line))
@@ -128,9 +135,10 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:end], argv[end:]
 
 
-def check_settings(command: list[str]) -> None:
+def check_settings(command: list[str], n_processes: int) -> None:
     """Raise `UsageError` if `parse_args` rejects the settings that follow jaxgpt.train in COMMAND.
 
+    Also raises `UsageError` if the devices of the mesh cannot be divided among the processes.
     Nothing is checked if COMMAND does not contain the word jaxgpt.train, or if help is requested.
     """
     if TRAIN not in command or is_help(argv := command[command.index(TRAIN) + 1 :]):
@@ -138,13 +146,19 @@ def check_settings(command: list[str]) -> None:
     from jaxgpt.optim import CHOICES
     from jaxgpt.train.resume import initial_model, saved_settings
 
-    parse_args(
+    config = parse_args(
         argv,
         initial_model=initial_model,
         saved_settings=saved_settings,
         choices=CHOICES,
         counts_devices_later=True,
     )
+    shape = mesh_shape(config)
+    if shape.is_filled and shape.n_devices % n_processes:
+        raise UsageError(
+            f"parallel.mesh={shape}: its {shape.n_devices} devices cannot be divided evenly among "
+            f"{n_processes} processes; change the mesh or the number of processes"
+        )
 
 
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:

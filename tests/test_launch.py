@@ -225,6 +225,8 @@ def test_print_checks_the_settings_of_training_without_jax(tmp_path):
     ):
         job = run("launch", *train, given, PATH=own)
         assert job.returncode == 2 and words in job.stdout, job.stdout
+    job = run("launch", *train[:-1], "1,1,4", PATH=own)
+    assert "its 4 devices cannot be divided evenly among 8 processes" in job.stdout
     code = f"import sys, jaxgpt.launch as j; j.main({[*train]}); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

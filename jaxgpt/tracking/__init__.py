@@ -131,7 +131,7 @@ class Trackers:
             except Exception as error:  # an error in a tracker should not stop the run
                 failed = f"warning: {name} failed: {in_words(error).rstrip('.')}{_origin(error)}"
                 if method == "close":
-                    self._say(f"{failed}; it is incomplete")
+                    self._say(f"{failed}; its output is incomplete")
                 elif name not in self._failing:
                     self._say(f"{failed}; it will be retried")
                 self._failing.add(name)

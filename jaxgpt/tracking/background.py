@@ -72,7 +72,7 @@ class BackgroundTracker:
             raise TimeoutError(f"it has not finished after {seconds:g} s")
         self._check()
         if self._n_lost:
-            raise OSError(f"it has lost {count(self._n_lost, 'record')}")
+            raise OSError(f"it lost {count(self._n_lost, 'record')}")
 
     def _put(self, method: str, *arguments: Any) -> None:
         self._todo.put((method, arguments))

@@ -254,7 +254,7 @@ def test_a_record_that_always_fails_is_dropped_but_a_rewind_never_is(monkeypatch
             call()
     wait_until(lambda: server.heard[-1:] == [("rewind", 0)])
     tracker.log(trained(2))
-    with pytest.raises(OSError, match="it has lost 1 record"):
+    with pytest.raises(OSError, match="it lost 1 record"):
         tracker.close()
     assert server.heard == [("open", None), ("rewind", 0), ("log", 2), ("close",)]
 
@@ -277,7 +277,7 @@ def test_a_mistake_in_a_tracker_is_located(monkeypatch, tmp_path, mistake, words
     trackers.close()
     line = mistake.__code__.co_firstlineno
     assert f"failed: {words} (test_trackers.py, line {line}); it will be retried" in said[0]
-    assert said[-1].endswith("it has lost 2 records; it is incomplete")
+    assert said[-1].endswith("it lost 2 records; its output is incomplete")
 
 
 def test_a_failing_tracker_does_not_keep_a_run_from_ending():
@@ -303,7 +303,7 @@ def test_a_tracker_that_hangs_stops_no_other(tmp_path, monkeypatch):
     failed = "warning: train.trackers=hosted failed: it "
     assert said == [
         f"{failed}is {LIMIT} records behind; it will be retried",
-        f"{failed}has not finished after 0.1 s; it is incomplete",
+        f"{failed}has not finished after 0.1 s; its output is incomplete",
     ]
     assert len(lines(tmp_path / "metrics.jsonl")) == n_steps
 
@@ -368,8 +368,8 @@ def test_a_disk_that_stays_full_is_named_at_the_end(tmp_path):
         trackers.log(trained(2))
         trackers.close()
     assert said[-1] == (
-        "warning: metrics.jsonl failed: File too large; 2 lines are waiting to be written; it is "
-        "incomplete"
+        "warning: metrics.jsonl failed: File too large; 2 lines are waiting to be written; its "
+        "output is incomplete"
     )
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

@@ -143,7 +143,7 @@ def prepare_text(
         ]
         said.append(made.division)
     mark = made.tokenizer.end_of_text
-    separated = "not separated by a token" if mark is None else f"separated by token {mark}"
+    separated = "joined without a separator token" if mark is None else f"separated by token {mark}"
     said.append(f"documents: {made.documents:,}" + f", {separated}" * (made.documents > 1))
     if megatron and made.documents == 1:
         said.append(
@@ -152,7 +152,8 @@ def prepare_text(
         )
     if ignored := ignored_files(inputs):
         said.append(
-            f"files ignored because of their suffix: {len(ignored):,}, such as {ignored[0]}"
+            f"ignored {len(ignored):,} file{'s' * (len(ignored) > 1)} with an unknown suffix, such "
+            f"as {ignored[0]}"
         )
     return said
 

@@ -100,10 +100,10 @@ def write_nanogpt(
             vocabulary fewer than two entries; if only some documents have answers; if a chat
             template is missing, invalid or unnecessary; or if a required package is missing or too
             old.
-        OSError: if an input path cannot be accessed, if tokenizer_config.json or the chat template
-            cannot be read, or if `directory` cannot be written.
+        OSError: if tokenizer_config.json or the chat template cannot be read, or if `directory`
+            cannot be written.
     """
-    pipe = next((path for path in corpus.files if path.exists() and not path.is_file()), None)
+    pipe = next((p for p in corpus.files if os.path.exists(p) and not os.path.isfile(p)), None)
     counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
     if pipe and (tokenizer is None or counts_text):
         raise UsageError(

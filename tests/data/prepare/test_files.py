@@ -48,7 +48,7 @@ def test_a_folder_may_mix_all_kinds_of_files(tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("one more file")
     *_, said = prepare_text(tmp_path / "d", [home, more], "byte", val_share=0.2)
-    assert said == f"files ignored because of their suffix: 1, such as {home / 'notes.pdf'}"
+    assert said == f"ignored 1 file with an unknown suffix, such as {home / 'notes.pdf'}"
     expected = ["plain ä", "# Title", "packed", *table["text"], *stories(20), *stories(10, seed=1)]
     expected = [text.encode() for text in [*expected, "one more file"]]
     train, val = (bytes_of(tmp_path / "d", split).split(b"\0") for split in ("train", "val"))
