@@ -234,12 +234,12 @@ class GPT(nnx.Module):
         return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:
-        """Return the weighted loss, summed over this device's part of the batch (`loss_parts`)."""
+        """Return the loss of the last block's output x_BTD; see `loss_parts` for the result."""
         x_BTD, output = self.last_norm(x_BTD), self.output_layer
         return loss_parts(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
 
     def head_scores(self, x_BTD: jax.Array, batch: Batch) -> TokenScores:
-        """Return the weighted loss of each target, and the most likely token at its position."""
+        """Return the loss of each target for the last block's output x_BTD; see `TokenScores`."""
         x_BTD, output = self.last_norm(x_BTD), self.output_layer
         return score_tokens(x_BTD, batch.targets, batch.weights, output, self.loss_chunk)
 
