@@ -46,10 +46,11 @@ class Tokenizer(abc.ABC):
         """Return the token IDs of `text`: int64, shape (tokens,).
 
         Names of special tokens are encoded as plain text, except user-defined symbols of a
-        SentencePiece model. However, the Unigram or WordLevel model of an `HFTokenizer` may encode
-        this text as the special token. A `FileTokenizer` may drop unknown characters, map them to
-        an unknown token or raise `UsageError`. A `CharTokenizer` raises `UsageError` for an unknown
-        character. All other tokenizers raise `UsageError` for a surrogate.
+        SentencePiece model. However, an `HFTokenizer` whose model looks up whole words in the
+        vocabulary, such as WordPiece, may encode such a name as the special token. A
+        `FileTokenizer` may drop unknown characters, map them to an unknown token or raise
+        `UsageError`. A `CharTokenizer` raises `UsageError` for an unknown character. All other
+        tokenizers raise `UsageError` for a surrogate.
         """
 
     def __repr__(self) -> str:

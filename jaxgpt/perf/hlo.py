@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
         return _dims(_ARRAY.search(self.shape)[2])
 
     def attribute(self, name: str) -> str:
-        """Return the first word of the attribute `name`, or "" if it is missing or in brackets."""
+        """Return the first word of the attribute `name`, or "" if it does not begin with a word."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)
         return found[1] if found else ""
 

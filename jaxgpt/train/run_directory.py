@@ -338,11 +338,12 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
 def writable_directory(config: Config, at_end: contextlib.ExitStack) -> Path:
     """Return the run directory, created if necessary and locked until `at_end` is closed.
 
-    On file systems without locks, the directory is not locked. If config.out is None, this creates
-    a new directory, runs/<config>-<time>, with a suffix if that name is taken. Raises `UsageError`
-    if the directory is in use by another job, is a file, cannot be written, is the checkpoints
-    folder of a run or inside it, or contains a file named checkpoints or a folder with a name in
-    `FILES`.
+    The lock belongs to the process: if this process calls this twice for a directory, both calls
+    succeed, and closing either `at_end` releases the lock. On file systems without locks, the
+    directory is not locked. If config.out is None, this creates a new directory,
+    runs/<config>-<time>, with a suffix if that name is taken. Raises `UsageError` if the directory
+    is in use by another job, is a file, cannot be written, is the checkpoints folder of a run or
+    inside it, or contains a file named checkpoints or a folder with a name in `FILES`.
     """
     given = Path(config.out or "").absolute()
     try:

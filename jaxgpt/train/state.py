@@ -134,11 +134,13 @@ def checkpoint_json(state: TrainState, mesh: Mesh, n_processes: int) -> dict[str
 def state_from_checkpoint(
     tree: Mapping[str, Any], meta: Mapping[str, Any], shapes: TrainState
 ) -> TrainState:
-    """Rebuild the state from a checkpoint's contents. The result has the structure of `shapes`.
+    """Rebuild the state from a checkpoint's contents.
 
     `tree` and `meta` are the restored arrays and JSON. They include the results of
-    `checkpoint_tree` and `checkpoint_json`. The shapes of the arrays are not checked. Raises
-    `KeyError` if `params` or an array of the optimizer state is missing.
+    `checkpoint_tree` and `checkpoint_json`. `shapes` is the result of `state_shapes`. It determines
+    the structure of the optimizer state and of the spike detector's state. The parameters are not
+    compared with it, and shapes of arrays are not checked. Raises `KeyError` if `params` or an
+    array of the optimizer state is missing.
     """
     leaves = {_path(path): leaf for path, leaf in tree_leaves_with_path(tree.get("opt_state", {}))}
     opt_state = tree_map_with_path(lambda path, _: leaves[_path(path)], shapes.opt_state)
