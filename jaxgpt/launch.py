@@ -24,6 +24,7 @@ from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.config import (
     CommandParser,
     UsageError,
+    devices_per_process,
     is_help,
     mesh_shape,
     parse_args,
@@ -154,11 +155,8 @@ def check_settings(command: list[str], n_processes: int) -> None:
         counts_devices_later=True,
     )
     shape = mesh_shape(config)
-    if shape.is_filled and shape.n_devices % n_processes:
-        raise UsageError(
-            f"parallel.mesh={shape}: its {shape.n_devices} devices cannot be divided evenly among "
-            f"{n_processes} processes; change the mesh or the number of processes"
-        )
+    if shape.is_filled:
+        devices_per_process(shape, n_processes)
 
 
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:

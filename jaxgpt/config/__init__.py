@@ -42,6 +42,7 @@ from jaxgpt.config.schema import (
 from jaxgpt.config.validate import (
     check_batch,
     describe_batch_size,
+    devices_per_process,
     is_changed,
     mesh_shape,
     parse_mesh,

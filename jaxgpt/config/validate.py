@@ -358,6 +358,20 @@ def ring_obstacle(config: Config, shape: MeshShape) -> str | None:
     return None
 
 
+def devices_per_process(shape: MeshShape, n_processes: int) -> int:
+    """Return the number of devices of each process. The mesh must not contain -1.
+
+    Raises `UsageError` if the devices cannot be divided evenly among the processes.
+    """
+    n_devices, rest = divmod(shape.n_devices, n_processes)
+    if rest:
+        raise UsageError(
+            f"parallel.mesh={shape}: its {shape.n_devices} devices cannot be divided evenly among "
+            f"{n_processes} processes; the number of processes must divide the number of devices"
+        )
+    return n_devices
+
+
 def check_batch(config: Config, shape: MeshShape) -> None:
     """Raise `UsageError` if a microbatch cannot be split evenly over the devices.
 

@@ -15,7 +15,7 @@ from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
-from jaxgpt.convert.safetensors import SHARD_BYTES, open_folder, write_folder
+from jaxgpt.convert.safetensors import SHARD_BYTES, open_folder, read_json, write_folder
 from jaxgpt.convert.tensors import Tensor, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
@@ -197,7 +197,7 @@ def _write_tokenizer(
             shutil.copyfile(run / name, folder / name)
     if not (folder / COMPANIONS[0]).exists():
         # jaxgpt trains on text without special tokens, even if tokenizer.json would add some.
-        content = json.loads((folder / TOKENIZER).read_text())
+        content = read_json(folder / TOKENIZER)
         _write_json(folder / TOKENIZER, content | {"post_processor": None})
         end = tokenizer.end_of_text
         settings = {

@@ -55,7 +55,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     logits = 2 * FLOAT32 * chunk * padded_vocab_size(model.vocab_size) // tensor
     if work.ticks:
         groups = layer_groups(config, mesh)
-        M, S, v = config.train.gradient_accumulation_steps, groups.n_stages, groups.n_repeats
+        M, S, v = n, groups.n_stages, groups.n_repeats
         waiting = max(M, S) - S if v > 1 else 0
         split = tensor if parallel.sequence_parallel else 1
         boundary = work.tokens * model.n_embd * width // split

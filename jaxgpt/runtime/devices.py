@@ -6,7 +6,7 @@ import platform
 
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected, count_accelerators
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import MeshShape, UsageError
+from jaxgpt.config import MeshShape, UsageError, devices_per_process
 
 MAX_CPU_DEVICES = 2048  # XLA's limit per process
 
@@ -40,12 +40,7 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
         )
     if not shape.is_filled:  # the axis of size -1 absorbs the surplus devices
         return least
-    if known % cluster.size:
-        raise UsageError(
-            f"parallel.mesh={shape}: its {known} devices cannot be divided evenly among "
-            f"{cluster.size} processes; the number of processes must divide the number of devices"
-        )
-    return known // cluster.size
+    return devices_per_process(shape, cluster.size)
 
 
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
