@@ -150,7 +150,7 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
     line only says that Slurm chooses the devices.
     """
     machine, per_host = layout.machine, layout.per_host
-    visible = next((v for v in VISIBLE_VARIABLES if environ.get(v)), None)
+    visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     n_devices = machine.devices_per_host if machine else count_accelerators()
     devices = environ[visible].split(",") if visible else [str(i) for i in range(n_devices)]
     devices = [device for device in devices if device not in ("", "-1")]

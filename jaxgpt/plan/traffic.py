@@ -218,8 +218,9 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
     rows = len([w for w in matrices if w.axes[-1] == "embed"])
     columns = len([w for w in matrices if w.axes[1] == "embed"])
     forward = work.layers + work.layers_again
-    # A recomputed layer repeats all its reductions except the last.
-    again = rows - 1 if config.parallel.remat == "full" else 0
+    # A recomputed layer repeats its reductions, but only a following norm needs the last one.
+    repeated = rows if config.model.post_norm else rows - 1
+    again = repeated if config.parallel.remat == "full" else 0
 
     def times(purpose: str, kind: str, n: int) -> Traffic:
         return Traffic(kind, axes, n, n * size, f"activations, {purpose}")

@@ -174,7 +174,8 @@ def table_text(
     for row in rows:
         table.add_row(*row)
     # Do not use colors, because they would add control characters to train.log.
-    console = RichConsole(width=width, color_system=None, markup=False, emoji=False)
+    # With TERM=dumb, Rich ignores a width without a height.
+    console = RichConsole(width=width, height=25, color_system=None, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)
     return captured.get().rstrip()

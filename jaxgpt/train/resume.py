@@ -168,15 +168,16 @@ def _check_data(
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
-    """Return a log line if train.max_iters exceeds optimizer.lr_decay_iters, else no lines.
+    """Return a log line if training continues after the learning-rate decay ends, else no lines.
 
+    The decay ends at optimizer.lr_decay_iters or, if that is not after warm-up, one step after it.
     The constant schedule has no decay, so there is no line.
 
     Args:
         resume_step: step of the checkpoint to resume from; None for a new run.
     """
     optimizer, end = config.optimizer, config.train.max_iters
-    last = optimizer.lr_decay_iters
+    last = max(optimizer.lr_decay_iters, optimizer.warmup_iters + 1)
     if optimizer.schedule == "constant" or end <= last:
         return []
     longer = replace(optimizer, lr_decay_iters=end)
@@ -185,7 +186,8 @@ def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
         step = resume_step + 1
         then = f", which makes it {learning_rate(longer, step):g} at step {step}"
     return [
-        f"train.max_iters={end} exceeds optimizer.lr_decay_iters={last}: the learning rate is "
+        f"train.max_iters={end} exceeds optimizer.lr_decay_iters={optimizer.lr_decay_iters}: the "
+        "learning rate is "
         f"{learning_rate(optimizer, end):g} from step {last} on; to let it decay until the end, "
         f"set optimizer.lr_decay_iters={end}{then}"
     ]

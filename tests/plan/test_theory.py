@@ -21,6 +21,7 @@ MODEL = (
 )  # fmt: skip
 SP, SCAN = "parallel.sequence_parallel=True", "parallel.scan_layers=True"
 OFFLOAD = ("parallel.offload=state", SCAN)
+POST_NORM = ("model.post_norm=True", "model.position=rope")
 LLAMA = ("model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2", "model.bias=False")
 
 
@@ -80,6 +81,8 @@ def long(*layout):
         long("1,2,3", "model.n_head=6", "model.n_embd=60", "train.gradient_accumulation_steps=2"),
         long("1,1,3", "model.n_head=6", "model.n_embd=60", SP, "model.block_size=33"),
         ("2,1,4", *LLAMA, "model.qk_norm=True"),  # four ranks share two key-value heads
+        ("1,1,4", SP, SCAN, "parallel.remat=full", *POST_NORM),
+        long("1,1,4", "parallel.remat=full", *POST_NORM),
         ("2,2,1", "parallel.zero_stage=1", *OFFLOAD, "train.gradient_accumulation_steps=4"),
         long("2,2,1", "parallel.zero_stage=3", *OFFLOAD, "train.gradient_accumulation_steps=4"),
         long("2,2,1", "parallel.zero_stage=3", *OFFLOAD),

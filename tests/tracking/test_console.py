@@ -78,6 +78,12 @@ def test_a_table_has_no_colors_even_in_a_terminal(monkeypatch):
     assert "\x1b" not in table_text(("a", "b"), [("1", "2")], 40, title="T")
 
 
+def test_a_table_keeps_its_width_on_a_dumb_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    assert max(map(len, table_text(("a", "b"), [("x " * 30, "2")], 40).splitlines())) <= 40
+
+
 def test_a_table_shows_brackets_and_colons_as_they_are():
     assert "run[lr=1] [/b] :smile:" in table_text(("run",), [("run[lr=1] [/b] :smile:",)], 40)
 

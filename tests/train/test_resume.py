@@ -76,12 +76,20 @@ def test_a_run_that_is_longer_than_its_decay_says_its_learning_rate(now, rate):
     assert line.endswith(f"optimizer.lr_decay_iters=550, which makes it {peak} at step 300")
 
 
+def test_a_decay_within_warmup_ends_one_step_after_it():
+    (line,) = rate_after_decay(
+        load_config("tiny", "train.max_iters=60", "optimizer.lr_decay_iters=10"), None
+    )
+    assert "lr_decay_iters=10: the learning rate is 0.0003 from step 51 on" in line
+
+
 @pytest.mark.parametrize(
     "now",
     [
         ("train.max_iters=300",),
         ("train.max_iters=400", "optimizer.lr_decay_iters=400"),
         ("train.max_iters=400", "optimizer.schedule=constant"),
+        ("train.max_iters=30", "optimizer.lr_decay_iters=10"),  # warm-up takes 50 steps
     ],
 )
 def test_a_run_within_its_decay_does_not(now):
