@@ -144,7 +144,9 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     key = "MASTER_ADDR:MASTER_PORT"
     launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return replace(launch, address=f"{host}:{int(port) + 1}")  # torchrun uses MASTER_PORT
+        address = f"{host}:{int(port) + 1}"  # torchrun itself uses MASTER_PORT
+        check_address("MASTER_ADDR:MASTER_PORT + 1", address)
+        return replace(launch, address=address)
     return launch
 
 

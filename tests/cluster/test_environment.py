@@ -181,6 +181,15 @@ def test_torchruns_own_port_is_left_to_it():
         ),
         ({"PMI_RANK": "one"}, "PMI_RANK=one"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR:MASTER_PORT=:: must be host:port"),
+        (
+            TORCHRUN
+            | {
+                "TORCHELASTIC_RUN_ID": "x",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "MASTER_PORT": "65535",
+            },
+            r"MASTER_PORT \+ 1=node1:65536: must be host:port",
+        ),
         (STEP | {"SLURM_STEP_NODELIST": "nid[001"}, r"SLURM_STEP_NODELIST=nid\[001"),
     ],
 )
