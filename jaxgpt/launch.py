@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from jaxgpt.cluster.environment import find_launch
+from jaxgpt.cluster.environment import JOB_START, find_launch
 from jaxgpt.cluster.launch_line import LAUNCH_LINE, LAUNCH_PREFIX, words_before_python
 from jaxgpt.cluster.launchers import (
     ProcessLayout,
@@ -30,7 +30,6 @@ from jaxgpt.config import (
     parse_args,
     whole_number,
 )
-from jaxgpt.perf.startup import JOB_START
 
 TRAIN = "jaxgpt.train"
 
@@ -103,12 +102,13 @@ def main(argv: list[str] | None = None) -> None:
             command = [sys.executable, *command[1:]]
         print(f"launch: {layout}", file=sys.stderr, flush=True)
         print(f"launch: using {name}", file=sys.stderr, flush=True)
+        if arguments.restarts or arguments.print:
+            check_settings(command, layout.n_processes, arguments.restarts)
         if arguments.restarts and not arguments.print:
             limits = arguments.restarts, arguments.give_up_after
             sys.exit(Supervisor(layout, launcher, command, *limits).run())
         line = [*launcher(layout, os.environ), *command]
         if arguments.print:
-            check_settings(command, layout.n_processes)
             for place in placement_lines(layout, os.environ):
                 print(f"launch: {place}", file=sys.stderr, flush=True)
             print(shlex.join(line))
@@ -136,11 +136,12 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:end], argv[end:]
 
 
-def check_settings(command: list[str], n_processes: int) -> None:
+def check_settings(command: list[str], n_processes: int, restarts: int) -> None:
     """Raise `UsageError` if `parse_args` rejects the settings that follow jaxgpt.train in COMMAND.
 
-    Also raises `UsageError` if the devices of the mesh cannot be divided among the processes.
-    Nothing is checked if COMMAND does not contain the word jaxgpt.train, or if help is requested.
+    Also raises `UsageError` if the devices of the mesh cannot be divided among the processes, or if
+    `restarts` is not 0 and a restart could not continue the run. Nothing is checked if COMMAND does
+    not contain the word jaxgpt.train, or if help is requested.
     """
     if TRAIN not in command or is_help(argv := command[command.index(TRAIN) + 1 :]):
         return
@@ -157,6 +158,15 @@ def check_settings(command: list[str], n_processes: int) -> None:
     shape = mesh_shape(config)
     if shape.is_filled:
         devices_per_process(shape, n_processes)
+    if restarts and config.out is None:
+        raise UsageError(
+            f"--restarts={restarts}: each restart would begin a new run; also give --out DIR"
+        )
+    if restarts and not config.checkpoint.resume:
+        raise UsageError(
+            f"checkpoint.resume=False: --restarts={restarts} could not continue the run; leave out "
+            "one of them"
+        )
 
 
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 extra=${1:?usage: bash launch/install.sh mpi|dev}
 
 new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
-if [ ! -x .venv/bin/python ]; then
+if [ ! -x .venv/bin/pip ]; then
     candidates=(python3 python3.13 python3.12 python3.11)
     if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
     for python in "${candidates[@]}"; do

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxgpt import launch
-from jaxgpt.cluster import launchers
+from jaxgpt.cluster import launchers, supervisor
 from jaxgpt.cluster.launch_line import words_before_python
 from jaxgpt.cluster.supervisor import Supervisor
 from jaxgpt.launch import main
@@ -99,7 +99,8 @@ AURORA = "x4407c6s2b0n0.hsn.cm.aurora.alcf.anl.gov x4407c6s3b0n0.hsn.cm.aurora.a
          "--host sophia-gpu-01:8,sophia-gpu-02:8 -x PATH -x PBS_JOBID"),
         # Its queue by-gpu gives a line for each GPU.
         ("sophia-gpu-01 " * 4, "Open MPI 4", "",
-         "mpiexec -n 4 --bind-to none --map-by ppr:4:node:OVERSUBSCRIBE --host sophia-gpu-01:4"),
+         "mpiexec -n 4 --bind-to none --map-by ppr:4:node:OVERSUBSCRIBE --host sophia-gpu-01:4 "
+         "-x PATH -x PBS_JOBID"),
         # A cluster without accelerators: as many as PBS was asked for with mpiprocs.
         ("a a b b", "MPICH", "", "mpiexec -n 4 -ppn 2 -hosts a,b"),
         ("a a b b", "MPICH", "--ppn 2", "mpiexec -n 4 -ppn 2 -hosts a,b"),
@@ -336,6 +337,19 @@ def test_what_cannot_be_launched_is_refused_in_a_sentence(job, capsys, options, 
     assert re.match(f"error: .*{words}", line), line
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("", "--restarts=3: each restart would begin a new run; also give --out DIR"),
+        ("--out r checkpoint.resume=False", "checkpoint.resume=False: --restarts=3 could not"),
+        ("--out r --mesh 3,1,1", "its 3 devices cannot be divided evenly among 2 processes"),
+    ],
+)
+def test_restarts_that_could_not_continue_the_run_are_refused(settings, words):
+    ended = run("launch", *"-n 2 --restarts 3 -- python -m jaxgpt.train".split(), *settings.split())
+    assert ended.returncode == 2 and words in ended.stdout
+
+
 def test_nothing_to_start_is_refused(capsys):
     for argv in ([], ["-n", "2"], ["-n", "2", "--"]):
         with pytest.raises(SystemExit, match="2"):
@@ -486,6 +500,33 @@ def test_a_continued_run_gives_up_after_tries_without_a_newer_checkpoint():
     )  # fmt: skip
     assert job.returncode == 1
     assert job.stderr.count(" ended with status 1") == 1 and "--give-up-after 1" in job.stderr
+
+
+TRAINS = """
+import json, os, socket, time
+host, port = os.environ["JAXGPT_SUPERVISOR"].split(":")
+message = {"job": os.environ["JAXGPT_JOB"], "run": ".", "step": 9, "ending": True, "resumed": 0}
+with socket.create_connection((host, int(port))) as link:
+    link.sendall(json.dumps(message | {"saved": 9}).encode() + b"\\n")
+"""
+
+
+def test_a_script_may_go_on_after_training(monkeypatch):
+    monkeypatch.setattr(supervisor, "SLOW_DISK", 1.0)
+    layout = launchers.place_processes(1, None, None, {})
+    script = ["sh", "-c", '"$0" -c "$1"; sleep 5; exit 7', sys.executable, TRAINS]
+    job = Supervisor(layout, lambda layout, environ: [], script, restarts=0)
+    assert job.run() == 7  # not killed after 1 s
+
+
+def test_attempts_after_the_first_have_their_own_start_time():
+    script = "import os; print('began', os.environ['JAXGPT_JOB_START']); raise SystemExit(1)"
+    job = run(
+        "launch", "-n", "1", "--restarts", "1", "--", "python", "-c", script,
+        JAXGPT_JOB_START="12.5",
+    )  # fmt: skip
+    first, second = [line.split()[1] for line in job.stdout.splitlines() if line[:5] == "began"]
+    assert first == "12.5" and float(second) > 1e9
 
 
 @pytest.mark.parametrize(("saved", "status"), [(0, 128 + signal.SIGTERM), (8, 75)])

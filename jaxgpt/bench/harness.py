@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxgpt import __version__
+from jaxgpt.cluster.environment import JOB_START
 from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
@@ -27,7 +28,6 @@ from jaxgpt.config import Config, UsageError, mesh_shape
 from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.parallel.mesh import job_mesh
-from jaxgpt.perf.startup import JOB_START
 from jaxgpt.perf.units import format_bytes
 from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax

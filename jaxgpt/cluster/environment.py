@@ -24,6 +24,7 @@ MPI_LAUNCHERS = (
 )
 JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID")
 SLURM_WITH_PMI = "Slurm with PMI"
+JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ and by jaxgpt.launch
 # Set by `jaxgpt.launch --restarts`:
 SUPERVISOR = "JAXGPT_SUPERVISOR"  # host:port of the supervisor; process 0 reports progress there
 JOB = "JAXGPT_JOB"  # ID of the attempt
@@ -140,6 +141,8 @@ def job_name(environ: Mapping[str, str]) -> str:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
+    if given := environ.get(COORDINATOR):
+        return _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", given)
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     key = "MASTER_ADDR:MASTER_PORT"
     launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)

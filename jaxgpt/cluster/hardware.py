@@ -59,6 +59,15 @@ def count_accelerators() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
 
 
+def usable_device_files() -> list[str]:
+    """Return the names of the device files that this process may open, sorted.
+
+    A cgroup can deny access to some of them, as Slurm does for the devices of other tasks.
+    """
+    files = [file for pattern in DEVICE_FILES for file in glob.glob(pattern)]
+    return sorted(os.path.basename(f) for f in files if os.access(f, os.R_OK | os.W_OK))
+
+
 def own_cpus() -> tuple[int, ...]:
     """Return the IDs of the CPUs that this process may use (all CPUs on macOS)."""
     if hasattr(os, "sched_getaffinity"):

@@ -330,7 +330,7 @@ def _open_mpi(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -
         return [*line, ":OVERSUBSCRIBE"]
     hosts = ",".join(f"{host}:{layout.per_host}" for host in layout.hosts)
     line += [f"ppr:{layout.per_host}:node:OVERSUBSCRIBE", "--host", hosts]
-    passed_on = sorted(v for v in environ if len(layout.hosts) > 1 and PASSED_ON.fullmatch(v))
+    passed_on = sorted(v for v in environ if PASSED_ON.fullmatch(v))
     return line + [word for v in passed_on for word in ("-x", v)]
 
 

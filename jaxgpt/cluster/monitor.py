@@ -101,6 +101,7 @@ class Monitor:
         self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._report = "", FAILED  # printed if this process is chosen to report
         self._is_announcing = self._is_failing = self._is_decided = False
+        self._main_left = False  # whether process 0 has left the job without an error
         self._thread: threading.Thread | None = None
 
     # Called from the main thread.
@@ -313,6 +314,7 @@ class Monitor:
                 loss = f"is unreachable: {error.strerror}"  # the host does not respond
         del self._peers[rank]
         peer.writer.close()
+        self._main_left |= rank == 0 and message == ["bye"]
         if message != ["bye"] and not self._closing.is_set():
             name = process_names([rank], self.host_names)
             self._fail(f"error: {name} {loss}{self.advice}\n", FAILED, delay=0.0)
@@ -417,6 +419,8 @@ class Monitor:
         if 0 in self._peers and not self._silent(3 * self._interval):
             self._peers[0].send("failed", self._report[1])
             await asyncio.sleep(2 * ANSWER)
+        if self._main_left:  # nobody else decides who reports
+            report_and_end(*self._report)
         # Process 0 is lost or stopped, so process 1 reports the error. The first process on another
         # host reports it too, because the host of processes 0 and 1 may be lost.
         elsewhere = (r for r, name in enumerate(self.host_names) if name != self.host_names[0])

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxgpt.cluster.environment import JOB, SUPERVISOR
+from jaxgpt.cluster.environment import JOB, JOB_START, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.launch_line import LAUNCH_LINE
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
@@ -47,6 +47,7 @@ class Supervisor:
                 no limit.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
+        self._runs_python = os.path.basename(command[0]).startswith("python")
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
@@ -118,12 +119,13 @@ class Supervisor:
                 return status
             if futile:
                 await self._wait(RETRY * 2 ** (min(futile, 6) - 1))
-            directory = progress["run"] if progress else os.getcwd()
+            directory = progress["run"] if progress else ""
             is_healthy = self._signal is not None or await self._choose_hosts(directory)
             if self._signal is not None:
                 return STOPPED if saved else 128 + self._signal
             if not is_healthy:
                 return status
+            os.environ[JOB_START] = f"{time.time():.3f}"  # so that start-up times are this start's
             _say(f"restart {attempt} of {self._restarts}")
         raise AssertionError("unreachable")
 
@@ -144,7 +146,8 @@ class Supervisor:
         ended = asyncio.create_task(self._process.wait())
         while not (await asyncio.wait([ended], timeout=1))[0]:
             patience = SLOW_DISK if self._is_ending else COMMAND
-            if self._gone is not None and time.monotonic() - self._gone > patience:
+            is_over = self._gone is not None and time.monotonic() - self._gone > patience
+            if is_over and self._runs_python:  # a script may go on after training
                 _say("process 0 has exited, but its launcher has not; killing the launcher")
                 os.killpg(self._process.pid, signal.SIGTERM)  # lets srun end its step
                 if not (await asyncio.wait([ended], timeout=COMMAND))[0]:
@@ -226,10 +229,11 @@ async def check_hosts(
 ) -> dict[str, str | None]:
     """Probe all `hosts` in parallel, and kill leftover processes of `job` on each host.
 
-    A host is healthy if it has /proc, the leftover processes exit, `directory` is writable, JAX
-    finds its devices and can use them, and the probe ends within `SLOW_DISK` seconds. Returns a
-    dict that maps each host name to the host's problem, or to None if the host is healthy. Raises
-    `OSError` if the launcher cannot be started. Also raises whatever `launcher` raises.
+    A host is healthy if it has /proc, the leftover processes exit, `directory` is writable (not
+    tested if it is ""), JAX finds its devices and can use them, and the probe ends within
+    `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's problem, or to None
+    if the host is healthy. Raises `OSError` if the launcher cannot be started. Also raises whatever
+    `launcher` raises.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}

@@ -124,6 +124,17 @@ class ModelConfig:
         return self.head_dim or self.n_embd // self.n_head
 
     @property
+    def explicit(self) -> "ModelConfig":
+        """The same model, with numbers for the options whose None stands for another option."""
+        return dataclasses.replace(
+            self,
+            n_kv_head=self.kv_heads,
+            head_dim=self.head_size,
+            query_pre_attn_scalar=self.query_pre_attn_scalar or self.head_size,
+            mlp_hidden=self.mlp_width,
+        )
+
+    @property
     def n_positions(self) -> int | None:
         """The number of learned position embeddings, T; None for rotary embeddings."""
         return self.block_size if self.position == "learned" else None

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import in_words, nearest, parse_yaml, shorten
@@ -85,7 +86,9 @@ def translate(
         alias = aliases.find(aliases.KEY_ALIASES, key)
         neutral = aliases.find_end(aliases.NEUTRAL, key).split()
         text = aliases.find_end(aliases.SETTINGS, key)
-        if value in neutral or value == "null":  # Hydra's None
+        if value == "null" and type(None) in get_args(settings().get(key)):  # Hydra's None
+            line.put(key, ["None"], argument)
+        elif value in neutral or value == "null":
             ignored.append(argument)
         elif (key in settings() or alias or "{}" in text) and not values:
             line.leave_out(argument, f"{argument}: needs a value")
@@ -349,7 +352,12 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
     line.put("config", [preset], shown)
     if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
         line.put("train.batch_size_per_device", [str(size)], shown)
-    line.notes.append(f"{shown}: means --config {preset} train.batch_size_per_device={size}")
+    given = next(
+        f"{key}={line.words[key][0]}"
+        for key in ("train.batch_size_per_device", "train.batch_size")
+        if key in line.words
+    )
+    line.notes.append(f"{shown}: means --config {preset} {given}")
 
 
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
@@ -499,12 +507,13 @@ def _set_mesh(line: CommandLine) -> None:
                 shown = line.shown[f"mesh.{axis}"]
                 line.leave_out(shown, f"{shown}: --mesh is also given; leave out one of them")
         return
+    is_chosen = bool(line.rest or {"data", "fsdp"} & sizes.keys())
     if not {"data", "fsdp"} & sizes.keys():
         sizes[line.rest or "data"] = -1
     shape = MeshShape(**sizes)
     if list(shape.values()).count(-1) > 1:  # MaxText's default is -1 for two axes
         shape["data"] = 1
-    if shape != MeshShape(data=-1):
+    if is_chosen or shape != MeshShape(data=-1):
         line.words["parallel.mesh"] = [str(shape)]
 
 
@@ -529,10 +538,12 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
         rows = _number(line, "train.batch_size")
         if _name(line.shown.get("train.batch_size", "")) == "batch_size" and n and rows:
             words["train.batch_size"] = [str(n * rows)]
+            key = "train.gradient_accumulation_steps"
+            each = n // n_devices if n_devices and n % n_devices == 0 else n
+            words[key] = [str(each)]
             line.notes.append(
-                f"{shown}: means train.batch_size={n * rows}, {n} times --batch_size; if "
-                "memory is short, train.gradient_accumulation_steps=N splits the batch into N "
-                "microbatches on each device"
+                f"{shown}: means train.batch_size={n * rows} ({n} times --batch_size) and "
+                f"{key}={each}, which splits the batch into microbatches to save memory"
             )
         else:
             line.leave_out(
@@ -580,8 +591,7 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         )
     else:
         n = total // (size * n_groups)
-        if n > 1:
-            line.put(key, [str(n)], shown)
+        line.put(key, [str(n)], shown)
         line.notes.append(
             f"{shown}: means {key}={n}, which is {total} / ({size} x {n_groups}), where "
             f"{n_groups} is the data-parallel size"
@@ -644,17 +654,34 @@ def _set_schedule(line: CommandLine) -> None:
         factors = ["train.batch_size"] + ["model.block_size"] * (unit == "tokens")
         shown, total = line.shown[name], _whole(later[name][0])
         per_step = math.prod(_number(line, factor) or 0 for factor in factors)
-        if per_step and total:
+        if per_step and total is not None:
             line.put(key, [str(total // per_step)], shown)
             sizes = " ".join(f"{factor}={words[factor][0]}" for factor in factors)
             line.notes.append(f"{shown}: means {key}={total // per_step} with {sizes}")
         else:
             unknown.add(key)
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
-    is_megatron = line.default_config == "megatron"
+    is_megatron = _is_megatron(line)
+    program, fraction = _program(line)
     end_key, warmup_key = "optimizer.lr_decay_iters", "optimizer.warmup_iters"
-    if is_megatron and "train.max_iters" in words and end_key not in unknown:  # Megatron's default
-        words.setdefault(end_key, words["train.max_iters"])
+    decays = words.get("optimizer.schedule") != ["constant"] and end_key not in unknown
+    if (is_megatron or program) and "train.max_iters" in words and decays:
+        words.setdefault(end_key, words["train.max_iters"])  # the default of all three programs
+        if program and warmup_key not in words and "warmup_fraction" not in later:
+            later["warmup_fraction"] = [fraction]
+            line.shown["warmup_fraction"] = f"{program}'s default warm-up fraction {fraction}"
+        if program and "optimizer.learning_rate" in words and "optimizer.min_lr" not in words:
+            later.setdefault("final_fraction", ["0.1"])
+            line.shown.setdefault("final_fraction", f"{program}'s default final fraction 0.1")
+    if "final_fraction" in later:
+        shown, rate = line.shown["final_fraction"], words.get("optimizer.learning_rate", [""])[0]
+        try:
+            least = f"{float(later['final_fraction'][0]) * float(rate):g}"
+        except ValueError:
+            line.leave_out(shown, f"{shown}: use optimizer.min_lr=X, the final learning rate")
+        else:
+            line.put("optimizer.min_lr", [least], shown)
+            line.notes.append(f"{shown}: means optimizer.min_lr={least}")
     # A value may be a shell variable.
     unknown |= {key for key in words.keys() & {end_key, warmup_key} if _number(line, key) is None}
     end = None
@@ -686,6 +713,21 @@ def _set_schedule(line: CommandLine) -> None:
         line.notes.append(f"Megatron's default, --lr-decay-style linear: {suggestion}")
 
 
+def _is_megatron(line: CommandLine) -> bool:
+    """Return whether the command line has Megatron's defaults."""
+    return line.default_config == "megatron" or line.words.get("config") == ["megatron"]
+
+
+def _program(line: CommandLine) -> tuple[str, str]:
+    """Return MaxText or levanter, and its default warm-up fraction; ("", "") for other programs."""
+    if {"maxtext", "per_device", "output"} & line.later.keys():
+        return "MaxText", "0.1"  # warmup_steps_fraction in its base.yml
+    names = {_name(shown) for shown in line.shown.values()}
+    if "config_path" in names or any(name.startswith("trainer.") for name in names):
+        return "levanter", "0.01"  # warmup in its OptimizerConfig
+    return "", ""
+
+
 def _set_sizes(line: CommandLine) -> None:
     """Set the padded vocabulary size and the width of a SwiGLU MLP as Megatron computes them."""
     words, later = line.words, line.later
@@ -712,7 +754,7 @@ def _set_sizes(line: CommandLine) -> None:
                 "samples, use data.tokenizer=FOLDER"
             )
     width = _number(line, "model.n_embd")
-    is_swiglu = line.default_config == "megatron" and words.get("model.mlp") == ["swiglu"]
+    is_swiglu = _is_megatron(line) and words.get("model.mlp") == ["swiglu"]
     if is_swiglu and width and "model.mlp_hidden" not in words:
         hidden = width * 8 // 3 // 64 * 64
         words["model.mlp_hidden"] = [str(hidden)]

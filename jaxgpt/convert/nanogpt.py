@@ -94,7 +94,8 @@ def to_nanogpt(
         dropout=model.dropout,
         attention=model.attention,
     )
-    differ = [key for key in vars(model) if getattr(model, key) != getattr(expected, key)]
+    found, nanogpt = vars(model.explicit), vars(expected.explicit)
+    differ = [key for key in found if found[key] != nanogpt[key]]
     if differ:
         words = " ".join(f"model.{key}={getattr(model, key)}" for key in differ)
         raise UsageError(f"to-nanogpt: nanoGPT does not support {words}; try to-hf")

@@ -1,6 +1,5 @@
 """Facts about a process, its host and its devices, for the checks in `checks.py`."""
 
-import glob
 import os
 import platform
 import shutil
@@ -10,7 +9,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.cluster.hardware import DEVICE_FILES, VISIBLE_VARIABLES, count_accelerators, own_cpus
+from jaxgpt.cluster.hardware import (
+    VISIBLE_VARIABLES,
+    count_accelerators,
+    own_cpus,
+    usable_device_files,
+)
 from jaxgpt.cluster.hosts import address_towards, job_hosts
 from jaxgpt.cluster.process_group import ProcessGroup, catch_usage_error
 from jaxgpt.runtime.devices import local_device_ids
@@ -84,8 +88,7 @@ def device_names(numbers: Sequence[int], visible: str) -> list[str]:
     the devices that a process sees.
     """
     seen = dict(enumerate(visible.split(","))) if visible else {}
-    files = [f for pattern in DEVICE_FILES for f in glob.glob(pattern)]
-    usable = " ".join(sorted(os.path.basename(f) for f in files if os.access(f, os.R_OK | os.W_OK)))
+    usable = " ".join(usable_device_files())
     return [f"{seen.get(n, n)} of {usable or 'the host'}" for n in numbers]
 
 

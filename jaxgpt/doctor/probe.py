@@ -1,6 +1,7 @@
 """Check whether a host can run another attempt: `python -m jaxgpt.doctor.probe JOB DIRECTORY`.
 
-The probe kills leftover processes of the job, then tests the run's file system and each device.
+The probe kills leftover processes of the job, then tests the run's file system (unless DIRECTORY is
+empty) and each device.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ def main(argv: list[str] | None = None) -> None:
     job, directory = sys.argv[1:] if argv is None else argv
     with job_exit_handler():
         _end_leftovers(job)
-        _check_directory(Path(directory))
+        if directory:  # otherwise, no run directory is known yet
+            _check_directory(Path(directory))
         check_devices()
 
 

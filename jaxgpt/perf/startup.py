@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from jaxgpt.cluster.environment import JOB_START
 from jaxgpt.perf.clock import Clock
-
-JOB_START = "JAXGPT_JOB_START"  # Unix seconds; set by the scripts in launch/ and by jaxgpt.launch
 
 
 def startup_report(clock: Clock, compile_cache: str) -> dict[str, Any]:

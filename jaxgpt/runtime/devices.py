@@ -4,7 +4,12 @@ import math
 import os
 import platform
 
-from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected, count_accelerators
+from jaxgpt.cluster.hardware import (
+    VISIBLE_VARIABLES,
+    accelerator_expected,
+    count_accelerators,
+    usable_device_files,
+)
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, devices_per_process
 
@@ -80,13 +85,14 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
     The third value is this process's index among those processes. All processes must call this.
     """
     visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
-    everyone = zip(cluster.allgather(visible), cluster.hosts, strict=True)
-    visible_on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
+    # In a Slurm task with its own cgroup, device 0 is the first device that the task may use.
+    mine = [visible, usable_device_files()]
+    everyone = zip(cluster.allgather(mine), cluster.hosts, strict=True)
+    on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
     # An Intel GPU has one device file for several tiles, so use the machine's number of devices.
     n_seen = count_accelerators() or (cluster.machine.devices_per_host if cluster.machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
-    position = visible_on_host[: cluster.local_rank].count(visible)
-    return seen, visible_on_host.count(visible), position
+    return seen, on_host.count(mine), on_host[: cluster.local_rank].count(mine)
 
 
 def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:

@@ -307,7 +307,8 @@ def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
     changed = []
     for name, then in vars(saved).items():
         value = getattr(model, name)
-        if value == then or f"model.{name}" in _FREE_MODEL_KEYS:
+        is_same = getattr(model.explicit, name) == getattr(saved.explicit, name)
+        if value == then or is_same or f"model.{name}" in _FREE_MODEL_KEYS:
             continue
         if name == "block_size":
             if saved.n_positions and value > saved.n_positions:

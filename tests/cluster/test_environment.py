@@ -157,6 +157,11 @@ def test_the_meeting_place_of_srun_can_be_chosen():
         find_launch(STEP | {"JAXGPT_COORDINATOR": "nid009"})
 
 
+def test_torchruns_address_can_be_replaced():
+    torchrun = TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "JAXGPT_COORDINATOR": "other:1234"}
+    assert find_launch(torchrun).address == "other:1234"
+
+
 def test_torchruns_own_port_is_left_to_it():
     torchrun = TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert find_launch(TORCHRUN).address == "node1:29500"

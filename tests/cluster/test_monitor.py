@@ -148,6 +148,11 @@ def test_processes_may_leave_in_any_order():
         assert ends(jobs) == ([0, 0, 0], ["", "", ""])
 
 
+def test_a_process_that_fails_after_process_0_has_left_reports_its_error():
+    statuses, errors = ends(start("", "", "time.sleep(1); raise ValueError('late')"))
+    assert statuses == [0, 0, 1] and errors[2].endswith("ValueError: late\n"), errors
+
+
 def test_processes_that_do_not_come_and_ranks_that_do_not_fit_end_the_others():
     def meet(*places, seconds=2):
         script = f"from jaxgpt.cluster.process_group import *; join_process_group({seconds})"

@@ -97,6 +97,78 @@ def test_settings_in_the_logs_of_the_course_are_accepted(setting, key, expected)
     assert config == expected
 
 
+def test_null_turns_off_what_can_be_turned_off():
+    config, _ = parse("train.hang_timeout=null train.time_limit=null train.seed=null")
+    assert (config.train.hang_timeout, config.train.time_limit) == (None, None)
+    assert config.train.seed == 1337
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        # MaxText and levanter decay until the last step, to a tenth of the learning rate. The
+        # default warm-up is a tenth of the steps (MaxText's base.yml) or a hundredth (levanter).
+        (
+            "MaxText/configs/base.yml run_name=x base_output_directory=/o steps=1000 "
+            "per_device_batch_size=8 learning_rate=3e-4",
+            (100, 1000, 3e-5),
+        ),
+        (
+            "MaxText/configs/base.yml steps=1000 per_device_batch_size=8 learning_rate=3e-4 "
+            "warmup_steps_fraction=0.02 cosine_learning_rate_final_fraction=0.5 "
+            "learning_rate_schedule_steps=2000",
+            (40, 2000, 1.5e-4),
+        ),
+        ("MaxText/configs/base.yml per_device_batch_size=8", (15000, 150001, 3e-6)),
+        ("--config_path config/llama_small_fast.yaml", (200, 20000, 1e-4)),
+        (
+            "--config_path config/llama_small_fast.yaml --trainer.num_train_steps 10000",
+            (100, 10000, 1e-4),
+        ),
+    ],
+)
+def test_schedules_have_the_length_that_their_programs_would_use(line, expected):
+    optimizer = parse(line)[0].optimizer
+    found = optimizer.warmup_iters, optimizer.lr_decay_iters, optimizer.min_lr
+    assert found == pytest.approx(expected)
+
+
+MEGATRON_SMALL = (
+    "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "
+    "--micro-batch-size 4 --train-iters 100 --mesh 1,1,1"
+)
+
+
+def test_megatron_s_schedule_is_the_same_with_its_preset_given():
+    inferred, _ = parse(f"{MEGATRON_SMALL} --swiglu")
+    given, _ = parse(f"--config megatron {MEGATRON_SMALL} --swiglu")
+    assert given.optimizer == inferred.optimizer and given.model == inferred.model
+    assert given.optimizer.schedule == "wsd" and given.optimizer.lr_decay_iters == 100
+
+
+def test_megatron_s_constant_rate_has_no_decay():
+    config, _ = parse(f"{MEGATRON_SMALL} --lr-decay-style constant --lr-warmup-iters 0")
+    assert config.optimizer.schedule == "constant"
+
+
+def test_nanogpt_s_microbatches_divide_the_batch():
+    config, notes = parse("config/train_gpt2.py --batch_size=16 --gradient_accumulation_steps=32")
+    assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (512, 32)
+    assert any("means train.batch_size=512 (32 times --batch_size)" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "mesh"),
+    [
+        ("model_name=llama2-7b ici_data_parallelism=-1 ici_fsdp_parallelism=1", "-1,1,1"),
+        ("+experiment=gpt2 train.backend=DDP", "-1,1,1"),
+        ("+experiment=gpt2 train.backend=FSDP", "1,-1,1"),
+    ],
+)
+def test_a_typed_axis_replaces_the_mesh_of_a_preset(line, mesh):
+    assert parse(line)[0].parallel.mesh == mesh
+
+
 def test_batches_per_device_are_multiplied_by_devices_and_microbatches():
     config, notes = parse(f"{SHAKESPEARE} model.batch_size=4 optimizer.gas=3 --mesh 2,2,2")
     assert config.train.batch_size == 4 * 3 * 2 * 2  # the devices of the tensor axis share rows
@@ -364,7 +436,7 @@ def test_megatron_s_defaults_are_used_for_its_commands():
         ("--pipeline-model-parallel-size 4 --context-parallel-size 2", 192, ["16"]),
         ("--use-distributed-optimizer --tensor-model-parallel-size 2", 192, ["4"]),
         ("--mesh 2,48,2", None, ["4"]),
-        ("", 384, None),  # one microbatch
+        ("", 384, ["1"]),
         ("", 5, None),  # 5 x 4 does not divide 1536
         ("--tensor-model-parallel-size 5", 192, None),
         ("--gas 6", 192, ["6"]),

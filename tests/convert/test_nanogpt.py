@@ -8,6 +8,7 @@ import pytest
 import torch_files
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.config import UsageError, config_from_dict
+from jaxgpt.convert import nanogpt
 from jaxgpt.convert.nanogpt import from_nanogpt, to_nanogpt
 from jobs import checkpoint_arrays
 
@@ -66,6 +67,17 @@ def test_weights_come_back_as_they_went(prefix, bias, tmp_path):
         np.testing.assert_array_equal(found[name], array)
     arguments = json.loads((tmp_path / "back" / "model_args.json").read_text())
     assert arguments == ARGUMENTS | {"bias": bias, "dropout": 0.0}
+
+
+def test_a_model_with_written_out_defaults_goes_back(tmp_path, monkeypatch):
+    save(tmp_path / "ckpt.pt", random_state())
+    checked = nanogpt.checked_model
+    monkeypatch.setattr(nanogpt, "checked_model", lambda *given: checked(*given).explicit)
+    from_nanogpt(tmp_path / "ckpt.pt", tmp_path / "ours")
+    model = config_from_dict(read_meta(tmp_path / "ours", 0)["config"], "ours").model
+    assert (model.n_kv_head, model.head_dim, model.mlp_hidden) == (H, D // H, 4 * D)
+    to_nanogpt(tmp_path / "ours", None, tmp_path / "back", "float32", 10**9)
+    assert json.loads((tmp_path / "back" / "model_args.json").read_text())["n_embd"] == D
 
 
 def test_a_tokenizer_may_be_given_to_it(tmp_path, data_home):

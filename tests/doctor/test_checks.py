@@ -9,6 +9,7 @@ import jaxlib
 import pytest
 
 from jaxgpt import __version__
+from jaxgpt.cluster import hardware
 from jaxgpt.cluster.machines import MACHINES
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.doctor import checks as checks_module
@@ -173,8 +174,8 @@ def test_devices_are_told_apart(monkeypatch):
     """There are four ways in which the processes of a host see its devices."""
 
     def names(n, chosen, visible, usable):
-        monkeypatch.setattr(facts_module.glob, "glob", lambda p: usable if "nvidia" in p else [])
-        monkeypatch.setattr(facts_module.os, "access", lambda path, mode: True)
+        monkeypatch.setattr(hardware.glob, "glob", lambda p: usable if "nvidia" in p else [])
+        monkeypatch.setattr(hardware.os, "access", lambda path, mode: True)
         return facts_module.device_names(chosen or range(n), visible or "")
 
     every = ["/dev/nvidia0", "/dev/nvidia1"]

@@ -104,7 +104,17 @@ def test_processes_of_a_host_share_its_devices(
 def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert local_device_ids(cluster_of(1, 2, others="0,1")) is None
+    assert local_device_ids(cluster_of(1, 2, others=["0,1", []])) is None
+
+
+def test_tasks_with_their_own_cgroups_do_not_share_devices(monkeypatch):
+    """Slurm's --gpus-per-task=2: both tasks see their two GPUs as 0 and 1."""
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "usable_device_files", lambda: ["nvidia2", "nvidia3"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    theirs = ["0,1", ["nvidia0", "nvidia1"]]
+    assert local_device_ids(cluster_of(1, 2, others=theirs)) is None
+    assert count_devices(MeshShape(-1), cluster_of(1, 2, others=theirs)) == 4
 
 
 @pytest.mark.parametrize(("local_rank", "devices"), [(0, [0]), (1, [1]), (2, [0]), (3, [1])])
@@ -113,9 +123,9 @@ def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank,
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     visible = ["0,1", "0,1", "2,3", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible[local_rank])
-    seen = visible[local_rank]
+    seen = [[theirs, []] for theirs in visible]
     monkeypatch.setattr(
-        ProcessGroup, "allgather", lambda self, x: visible if x == seen else [x] * 4
+        ProcessGroup, "allgather", lambda self, x: seen if x == seen[local_rank] else [x] * 4
     )
     assert local_device_ids(cluster_of(local_rank, 4)) == devices
 

@@ -147,6 +147,15 @@ def test_options_that_have_no_weights_may_change(first_run, tmp_path):
     assert started.config.model.norm_eps == 1e-4
 
 
+def test_a_default_may_be_written_out(first_run, tmp_path):
+    given = [*map(str, OTHERS), f"train.init_from={first_run}", "--out", str(tmp_path / "run")]
+    # n_embd=64: four heads of size 16
+    given += ["model.n_kv_head=4", "model.head_dim=16", "model.mlp_hidden=256"]
+    with ProcessGroup(launcher="test") as cluster:
+        config = parse_args([*given, "train.batch_size=4"], initial_model=initial_model)
+        assert not any("changed" in line for line in prepare_run(config, cluster).notes)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", [{}, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
 def test_a_conversion_on_the_way_says_what_is_wrong(launcher, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxgpt.cluster.hardware import accelerator_expected
+from jaxgpt.cluster.timeouts import COMMAND
 from jaxgpt.config import DataConfig
 from jaxgpt.data.dataset import dataset_directory
 from jaxgpt.doctor.prove.measure import Commands, Missing, Row, row
@@ -92,11 +93,13 @@ RESUME_ON_GPU = (
 def facts(commands: Commands) -> Iterator[Row]:
     """Report the doctor's findings and, if nvidia-smi exists, the driver, clocks and power limit.
 
-    Raises the same errors as `Commands.report`.
+    Raises the same errors as `Commands.report`, and `subprocess.TimeoutExpired` if nvidia-smi takes
+    more than `COMMAND` seconds.
     """
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
-        yield Row(NVIDIA, subprocess.run(query, capture_output=True, text=True).stdout)
+        ran = subprocess.run(query, capture_output=True, text=True, timeout=COMMAND)
+        yield Row(NVIDIA, ran.stdout)
     printed = commands.report("jaxgpt.doctor", "--out", str(commands.folder / "runs"))
     for line in printed.splitlines():
         if line.startswith(("OK ", "WARN ", "FAIL ")):
