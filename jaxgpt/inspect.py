@@ -37,12 +37,15 @@ from jaxgpt.config import (
     skip_ranges,
     whole_number,
 )
+from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.tracking.jsonl import json_line
+from jaxgpt.tracking.jsonl import METRICS, json_line, read_records
 from jaxgpt.train.resume import batch_sizes, initial_model, saved_settings, source_hashes
+
+OTHER_DATA = "warning: this data differs from the data that the run was trained on"
 
 
 def parser() -> CommandParser:
@@ -105,6 +108,7 @@ def _look_up(
     Raises:
         UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
             invalid or does not fit the data, or if `wanted` is not a valid range of rows.
+        OSError: if metrics.jsonl cannot be read.
     """
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
@@ -126,22 +130,43 @@ def _look_up(
 
 
 @functools.lru_cache(maxsize=1000)
-def row_text(run: Path, step: int, row: int) -> str:
-    """Return the origin and text of one training row, or the reason why it cannot be read.
+def row_text(run: Path, step: int, row: int, corpus: str, source: str, offset: int) -> str:
+    """Return the origin and text of a row in a spike record, or why it cannot be read.
 
-    If the data has no tokenizer, token IDs replace the text. The last 1,000 results are cached, so
-    later changes to the run or its data may have no effect.
+    `row`, `corpus`, `source` and `offset` come from the record (see `worst_rows`). `source` is
+    empty if the record has no source. If the row's tokens are not at that place, or if they are
+    random because of faults.random_tokens, the row is looked up with the settings in config.yaml,
+    and the result starts with notes on why this may be another row. If the data has no tokenizer,
+    token IDs replace the text. The last 1,000 results are cached, so later changes to the run or
+    its data may have no effect.
     """
     if step < 1:  # the record is damaged
         return f"row {row} cannot be read: there is no step {step}"
     try:
         config = config_from_file(run / "config.yaml")
-        dataset, (found,), tokens, *_ = _look_up(config, run, step, str(row))
-        ids, tokenizer = tokens[row].tolist(), dataset.tokenizer
+        dataset, length = open_dataset(config.data, config.model), config.model.block_size + 1
+        named = [s.tokens["train"] for s in dataset.sources if str(s.entry.path) == source]
+        holding = [tokens for tokens in named if 0 <= offset <= tokens.size - length]
+        is_random = Loader.for_training(dataset, config).is_random(step)
+        if holding and not is_random:
+            tokens = holding[0]
+            ids = tokens.read(offset, length)
+            tokens.check_vocab_range(ids, offset, dataset.vocab_size)
+            found = {"corpus": corpus, "file": tokens.file.path, "offset": tokens.first + offset}
+            # The other differences do not affect a recorded place.
+            notes = [n for n in differences(config, dataset, run, step) if n == OTHER_DATA]
+        else:
+            _, (found,), rows, _, notes = _look_up(config, run, step, str(row))
+            ids = rows[row]
+            if source and not is_random:
+                what = f"tokens {offset:,} to {offset + length - 1:,} of {source}"
+                notes.append(f"warning: the run trained on {what}, which its data no longer has")
+        ids, tokenizer = ids.tolist(), dataset.tokenizer
         text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         return f"row {row} cannot be read: {error}"
-    return f"row {row}, {found['corpus']}, {found['file']} at token {found['offset']:,}:\n{text}"
+    where = f"row {row}, {found['corpus']}, {found['file']} at token {found['offset']:,}:"
+    return "\n".join([*notes, where, text])
 
 
 def _chosen_rows(given: str | None, batch_size: int) -> range:
@@ -184,25 +209,47 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
     """Return notes on why a run may not have trained on these rows at this step.
 
-    Possible reasons are a skipped step, different data or a different train.seed. The data and the
-    seed are compared with those in the first undamaged checkpoint at or after `step` or, if there
-    is no such checkpoint, in the newest undamaged one. `run` is None if there is no run directory.
-    Raises `UsageError` if the data or rewinds.json cannot be read or is invalid, or if the setting
-    train_range_to_skip is malformed. Also raises whatever `valid_checkpoints` raises.
+    Possible reasons are a skipped step, different data, a different data.blend or a different
+    train.seed. These are compared with the first undamaged checkpoint at or after `step`. If the
+    run restarted between `step` and that checkpoint, a note says so. If there is no such
+    checkpoint, they are compared with the newest undamaged one. If the run restarted between that
+    checkpoint and `step`, data.blend and train.seed are not compared. `run` is None if there is no
+    run directory.
+
+    Raises:
+        UsageError: if the data or rewinds.json cannot be read or is invalid, or if the setting
+            train_range_to_skip is malformed. Also raises whatever `valid_checkpoints` raises.
+        OSError: if metrics.jsonl cannot be read.
     """
     notes = []
-    if step in SkipRanges([*skip_ranges(config), *(skipped_by_rewinds(run) if run else ())]):
+    rewound = skipped_by_rewinds(run, batch_sizes(run, config)) if run else ()
+    if step in SkipRanges([*skip_ranges(config), *rewound]):
         notes.append(f"step {step} is skipped, so the run does not train on its rows")
     saved = valid_checkpoints(run) if run else {}
     if not saved:
         return notes
-    then = saved[min((s for s in saved if s >= step), default=max(saved))]
+    at = min((s for s in saved if s >= step), default=max(saved))
+    then, path, metrics = saved[at], run / "checkpoints" / str(at), run / METRICS
+    starts = [r["step"] for r in read_records(metrics, "start")] if metrics.exists() else []
+    has_newer_settings = any(at <= after < step for after in starts)  # in config.yaml
     if source_hashes(then["data_fingerprint"]) != source_hashes(dataset.fingerprints):
-        notes.append("warning: this data differs from the data that the run was trained on")
+        notes.append(OTHER_DATA)
+    elif len(dataset.sources) > 1 and not has_newer_settings:
+        entries = parse_lines(then["config"]["data"]["blend"], "data.blend")
+        if blend_shares(entries) != blend_shares([source.entry for source in dataset.sources]):
+            notes.append(
+                "warning: data.blend had other weights or corpora around this step; for the run's "
+                f"rows, add the data.blend in {path / 'meta' / 'metadata'}"
+            )
     seed = then["config"]["train"]["seed"]
-    if seed != config.train.seed:
+    if seed != config.train.seed and not has_newer_settings:
         was = f"train.seed was {seed} around this step, but is {config.train.seed} here"
         notes.append(f"warning: {was}; for the run's rows, add train.seed={seed}")
+    if any(step <= after < at for after in starts):
+        notes.append(
+            f"the run restarted between step {step} and {path}, so the data, data.blend and "
+            "train.seed at this step may differ from those in that checkpoint"
+        )
     return notes
 
 
@@ -248,7 +295,7 @@ def row_losses(
     config = config.replace(train__batch_size=len(tokens), train__matmul_dtype=None)
     if len(tokens) % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
-    steps = make_steps(config, job_mesh(config, cluster.hosts))
+    steps = make_steps(config, job_mesh(config, cluster.hosts), hosts=cluster.hosts)
     params = restore_params(run, at, steps.state_shapes.params, cluster.run_on_all)
 
     def on_mesh(array: np.ndarray) -> jax.Array:

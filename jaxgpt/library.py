@@ -31,6 +31,7 @@ from jaxgpt.config import (
     shorten,
     skip_ranges,
 )
+from jaxgpt.convert.families import COMPANIONS
 from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.evaluate.model import (
@@ -64,6 +65,7 @@ from jaxgpt.train.run_directory import (
     open_run_data,
     prepare_default_data,
     with_absolute_paths,
+    with_tokenizer_of_run,
     writable_directory,
 )
 
@@ -232,12 +234,13 @@ class Trainer:
         mesh = job_mesh(config, cluster.hosts)
         check_faults(config, mesh.size)
         check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
-        self.steps = make_steps(config, mesh, has_masks=self.dataset.has_masks)
+        self.steps = make_steps(config, mesh, has_masks=self.dataset.has_masks, hosts=cluster.hosts)
         for line in self.steps.warnings:
             warnings.warn(line, stacklevel=2)
         self.loader = Loader.for_training(self.dataset, config, self.steps.batch_sharding)
         self._step = 0
         self._state: TrainState | None = None
+        self._companions: dict[str, bytes] = {}  # of the initial weights or the restored run
         self._lock = threading.RLock()  # held while `_state` is used or replaced
         self._in_train = threading.Lock()
         self._folders: dict[Path, int] = {}  # run directory -> last step saved or restored there
@@ -258,6 +261,7 @@ class Trainer:
         - data.file_list is converted to data.blend, and each line of data.blend names its corpus.
         - model.vocab_size is set. If data.document_mask is set, data.end_of_text is also set.
         - train.batch_size_per_device is converted to train.batch_size.
+        - After the initial weights are loaded, the path in train.init_from is absolute.
         - After `restore`, train_range_to_skip includes the ranges that the restored run skips.
         """
         return self._run.config
@@ -273,8 +277,8 @@ class Trainer:
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration
         or the data, or if JAX failed during the last step. Raises `OSError` if train.init_from is
-        set and a temporary folder cannot be created, or a file cannot be copied to it. Raises
-        `RuntimeError` if JAX fails.
+        set and a temporary folder cannot be created, or a file cannot be copied to it or read from
+        it. Raises `RuntimeError` if JAX fails.
         """
         with self._lock:
             return copied(self._current_state())
@@ -299,12 +303,19 @@ class Trainer:
         if self.config.train.init_from is None:
             return initial_state(self.steps, self.cluster)
         with tempfile.TemporaryDirectory(prefix="jaxgpt-weights-") as scratch:
-            _, folder, step, notes = self.cluster.run_on_all(
+            config, folder, step, notes = self.cluster.run_on_all(
                 prepare_weights, self.config, self.dataset, Path(scratch)
             )
+            dataset = self.cluster.run_on_all(open_run_data, config)
+            companions = self.cluster.run_on_all(_read_companions, Path(scratch))
             _warn(notes)
             state = load_weights(folder, step, self.steps, self.cluster)
-        self._run = dataclasses.replace(self._run, init_folder=str(folder), init_step=step)
+        # data.tokenizer may be `scratch`. From now on, only `dataset` holds this tokenizer.
+        config = config.replace(data__tokenizer=self.config.data.tokenizer)
+        self._run = dataclasses.replace(
+            self._run, config=config, dataset=dataset, init_folder=str(folder), init_step=step
+        )
+        self._companions = companions
         return state
 
     def train(
@@ -438,7 +449,10 @@ class Trainer:
         `train` and `restore` update it. Raises the same errors as `state`.
         """
         with self._lock:
-            self._model.update(self._current_state().params, self.step)
+            params = self._current_state().params
+            tokenizer = self._run.dataset.tokenizer  # known once the initial weights are loaded
+            self._model.trained = dataclasses.replace(self._model.trained, tokenizer=tokenizer)
+            self._model.update(params, self.step)
             return self._model
 
     def _update_model(self) -> None:
@@ -451,8 +465,8 @@ class Trainer:
         # Replace -1 in the mesh, because `without_training` counts a stage axis of size -1 as 1.
         mesh = str(MeshShape(**self.steps.mesh.shape))
         config = without_training(self.config.replace(parallel__mesh=mesh))
-        tokenizer, block_size = self.dataset.tokenizer, config.model.block_size
-        trained = Trained("the data", self.step, config, tokenizer, block_size, "own")
+        # `model` sets the tokenizer.
+        trained = Trained("the data", self.step, config, None, config.model.block_size, "own")
         return Model(trained, 1, self.cluster, self._current_state().params, self._lock)
 
     def save(self, run: str | Path) -> None:
@@ -468,22 +482,29 @@ class Trainer:
                 checkpoint of this step or a later step, or a checkpoint that another trainer or
                 command has added to this run, or if the directory is in use by another job,
                 unsuitable (see `writable_directory`) or cannot be written.
-            OSError: on process 0, if the tokenizer's file cannot be read or written.
+            OSError: on process 0, if the tokenizer's file cannot be read or written, or if the
+                other files of its Hugging Face model cannot be written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.train.state import checkpoint_json, checkpoint_tree
 
         directory = Path(expand_user(_path("run", run))).absolute()
-        config = self.config.replace(out=str(directory))
         with self._lock, contextlib.ExitStack() as at_end:
+            state = self._current_state()  # loads the initial weights and their tokenizer
+            config, tokenizer = self.config.replace(out=str(directory)), self._run.dataset.tokenizer
+            if self.dataset.tokenizer is None and tokenizer is not None:
+                config = config.replace(data__tokenizer=str(directory))
 
             def prepare() -> None:
                 if self.cluster.is_main:
                     self._check_folder(directory)
                     writable_directory(config, at_end)
-                    if self.dataset.tokenizer is not None:
-                        self.dataset.tokenizer.save(directory)
+                    if directory not in self._folders:
+                        for name, content in self._companions.items():
+                            (directory / name).write_bytes(content)
+                    if tokenizer is not None:
+                        tokenizer.save(directory)
                     atomic_write_text(directory / "config.yaml", config.to_yaml())
 
             self.cluster.run_on_all(prepare)
@@ -492,11 +513,11 @@ class Trainer:
                 **dataclasses.replace(self._run, config=config).checkpoint_meta(
                     self.loader, self.step
                 ),
-                **checkpoint_json(self._current_state(), self.steps.mesh, self.cluster.size),
+                **checkpoint_json(state, self.steps.mesh, self.cluster.size),
             }
             settings = config.replace(checkpoint__local=None)
             checkpoints = Checkpoints(directory, settings, self.cluster)
-            checkpoints.save(self.step, checkpoint_tree(self._current_state()), meta)
+            checkpoints.save(self.step, checkpoint_tree(state), meta)
             checkpoints.close()
 
     def _check_folder(self, directory: Path) -> None:
@@ -526,9 +547,10 @@ class Trainer:
 
         Raises:
             UsageError: if `run` or `step` is invalid or there is no such checkpoint, if the
-                checkpoint or rewinds.json is damaged or cannot be read, if the checkpoint does not
-                fit the configuration or the data (see `check_resume`), if checkpoint.resume is
-                False, or if `train` or `restore` is running.
+                checkpoint, the run's tokenizer or rewinds.json is damaged or cannot be read, if the
+                checkpoint does not fit the configuration or the data (see `check_resume`), if
+                checkpoint.resume is False, or if `train` or `restore` is running.
+            OSError: if the run has files of a Hugging Face model that cannot be read.
             RuntimeError: if JAX fails.
         """
         with self._alone():
@@ -545,18 +567,24 @@ class Trainer:
         _warn(
             self.cluster.run_on_all(check_resume, self.config, directory, step, meta, self.dataset)
         )
-        asked, rewound = skip_ranges(self.config), skipped_by_rewinds(directory)
+        sizes = dataclasses.replace(self._run, resume_step=step, resume_meta=meta).batch_sizes
+        asked, rewound = skip_ranges(self.config), skipped_by_rewinds(directory, sizes)
         skip, notes = ranges_to_skip(asked, rewound, step, meta)
         _warn(notes)
+        _, dataset = self.cluster.run_on_all(
+            with_tokenizer_of_run, self.config, self.dataset, directory, meta
+        )
+        companions = self.cluster.run_on_all(_read_companions, directory)
         checkpoints = Checkpoints(directory, self.config, self.cluster)
         state = restore_state(checkpoints, step, self.steps.state_shapes)
         init_folder, init_step = meta.get("init_from") or (None, None)
         restored = dataclasses.replace(
-            self._run, config=self.config.replace(train_range_to_skip=skip), resume_step=step,
-            resume_meta=meta, init_folder=init_folder, init_step=init_step,
+            self._run, config=self.config.replace(train_range_to_skip=skip), dataset=dataset,
+            resume_step=step, resume_meta=meta, init_folder=init_folder, init_step=init_step,
         )  # fmt: skip
         with self._lock, _interrupts_deferred():
             self._state, self._run, self._step = state, restored, step
+            self._companions = companions
             self._folders, self._history, self._n_on_host = {directory: step}, [], 0
             self.loader.batch_sizes = restored.batch_sizes
             self._update_model()
@@ -586,6 +614,11 @@ def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
             f"cluster={cluster!r}: must be None or the result of jaxgpt.join_process_group()"
         )
     return cluster or join_alone(caller, WITH_CLUSTER)
+
+
+def _read_companions(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the `COMPANIONS` in a folder. Raises `OSError` if reading fails."""
+    return {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
 
 
 @contextlib.contextmanager

@@ -58,7 +58,10 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
             print(f"finished files are in {parts}; run again to continue", file=sys.stderr)
     written = f"wrote {directory}"
     if arguments.command == "text" and arguments.format == "nanogpt":
-        written += f"; train on it with data.path={directory}"
+        use, more = "train", ""
+        if arguments.split in ("val", "test"):
+            use, more = "evaluate", f"--split {arguments.split} "
+        written += f"; {use} on it with {more}data.path={directory}"
     print("\n".join([*lines, written]))
 
 
@@ -118,7 +121,7 @@ def prepare(
         if arguments.command == "python":
             return prepare_python(directory)
         return prepare_shakespeare_char(directory, arguments.input)
-    check_new(directory, arguments.format, arguments.overwrite)
+    check_new(directory, arguments.format, arguments.overwrite, arguments.split)
     return prepare_text(
         directory,
         arguments.input,
@@ -133,17 +136,25 @@ def prepare(
     )
 
 
-def check_new(directory: Path, format_: str, overwrite: bool) -> None:
+def check_new(directory: Path, format_: str, overwrite: bool, split: str | None = None) -> None:
     """Raise `UsageError` if `directory` contains files that a dataset there could consist of.
 
     If `overwrite` is True, tokenizer files and data in the same format may be replaced, but data in
-    the other format still raises the error. Also raises `UsageError` if `directory` is a file, and
-    `OSError` if it cannot be accessed. `format_` is "nanogpt" or "megatron".
+    the other format still raises the error. If `split` is given, other splits also raise the error,
+    because writing a single split would delete them. Also raises `UsageError` if `directory` is a
+    file, and `OSError` if it cannot be accessed. `format_` is "nanogpt" or "megatron".
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
     pairs = sorted(directory.glob(f"{glob.escape(megatron_name(directory))}_*_document.*"))
     folder = [directory / f"{split}{end}" for split in ALL_SPLITS for end in (".bin", ".mask.bin")]
+    for path in folder if split else ():
+        if path.exists() and path.name.partition(".")[0] != split:
+            command = "train" if split == "train" else f"evaluate --split {split}"
+            raise UsageError(
+                f"--split {split}: would delete {path}; give another --name or --out, and use that "
+                f"folder with jaxgpt.{command} data.path=FOLDER"
+            )
     folder.append(directory / "meta.json")
     own, other = (pairs, folder) if format_ == "megatron" else (folder, pairs)
     for path in [*other, *own, directory / FILE, directory / SENTENCEPIECE]:

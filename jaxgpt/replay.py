@@ -8,6 +8,7 @@ line shows the first difference, and the exit status is 1. Nothing is written to
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,6 @@ from jaxgpt.config import (
     config_from_dict,
     file_path,
     mesh_shape,
-    skip_ranges,
     whole_number,
 )
 from jaxgpt.data.batch_sizes import BatchSizes
@@ -33,7 +33,6 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.initialize import initialize_jax
-from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.train.resume import source_hashes
 
@@ -58,14 +57,15 @@ class Stretch(NamedTuple):
     checkpoint: int  # step of the checkpoint to start from; 0 is the initial state
     last: int  # the last step to repeat
     conditions: list[list[Any]]  # the distinct `Conditions` of the steps, in order, as lists
-    # [last step, configuration as a dict] for each sequence of steps with the same batch size
+    # [last step, configuration as a dict] for each sequence of steps with the same batch size. The
+    # configurations contain no skip ranges.
     parts: list[list[Any]]
 
 
 class Difference(NamedTuple):
     """A metric of a repeated step that differs from its recorded value.
 
-    A value is None if it is missing or not finite, or if the step is skipped.
+    A value is None if it is missing or not finite.
     """
 
     step: int
@@ -129,7 +129,9 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
             if repeater is None:
                 initialize_jax(cluster, mesh_shape(config))
             if repeater is None or repeater.config != config:
-                repeater = Repeater(run, config, sizes, found["fingerprints"], cluster)
+                repeater = Repeater(
+                    run, config, sizes, found["skipped"], found["fingerprints"], cluster
+                )
             state = repeater.restore_or_init(begin) if state is None else state
             state, more = repeater.repeat(state, range(begin + 1, end + 1))
             begin, scalars = end, scalars | more
@@ -145,14 +147,15 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     """Return the information about a run that `replay` needs, as a dict of JSON values.
 
     - `stretches`: a `Stretch` for each distinct step, sorted by step.
-    - `records`: each logged step's metrics in `COMPARED`, keyed by the step as a string.
+    - `records`: each logged training step's metrics in `COMPARED`, keyed by the step as a string.
+    - `skipped`: the skipped steps, which are always logged.
     - `batch_sizes`: the run's `BatchSizes.changes`.
     - `fingerprints`: the run's `Dataset.fingerprints`.
 
     Checkpoints with damaged JSON are ignored. Raises `UsageError` if `run` is not a run directory
     with checkpoints, if the folder or the JSON of a checkpoint cannot be read, if the JSON belongs
-    to another step, or if a step was not logged or cannot be repeated. Raises `OSError` if
-    metrics.jsonl cannot be read.
+    to another step, or if a step was skipped, was not logged or cannot be repeated. Raises
+    `OSError` if metrics.jsonl cannot be read.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -162,9 +165,10 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
             f"--run {run}: has no checkpoint, which is needed for the settings and the data; give "
             "a run with checkpoints"
         )
-    records = {str(r["step"]): r for r in read_records(run / METRICS, "train")}
+    logged = {r["step"]: r for r in read_records(run / METRICS, "train")}
+    trained = {step: r for step, r in logged.items() if not r["skipped"]}
     starts = read_records(run / METRICS, "start")
-    last, newest = max(map(int, records), default=0), max(saved)
+    last, newest = max(logged, default=0), max(saved)
     sizes = BatchSizes(saved[newest]["batch_sizes"])
     if starts:  # steps after the newest checkpoint may have a different batch size
         sizes = sizes.change_after(newest, starts[-1]["batch_size"])
@@ -172,11 +176,11 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
     for step in sorted(set(steps)):
         if step > last:
             raise UsageError(f"--step {step}: the run ends at step {last}; choose an earlier step")
-        if str(step) not in records:
-            near = sorted(sorted(map(int, records), key=lambda s: abs(s - step))[:2])
+        if step not in trained:
+            near = sorted(sorted(trained, key=lambda s: abs(s - step))[:2])
+            why = "was skipped" if step in logged else "was not logged (train.log_interval)"
             raise UsageError(
-                f"--step {step}: was not logged (train.log_interval); choose "
-                f"{' or '.join(map(str, near))}"
+                f"--step {step}: {why}; choose {' or '.join(map(str, near)) or 'another run'}"
             )
         before = max((s for s in saved if s < step), default=0)
         parts = _parts(saved, sizes, before, step)
@@ -185,10 +189,12 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
                 f"--step {step}: no earlier checkpoint is left, and the run did not start from "
                 "random weights; choose a later step"
             )
+        _check_rates(run, parts, {s: r for s, r in trained.items() if before < s <= step})
         stretches.append(Stretch(before, step, _conditions(starts, before, step), parts))
     return {
         "stretches": stretches,
-        "records": {s: {n: r.get(n) for n in COMPARED} for s, r in records.items()},
+        "records": {str(s): {n: r.get(n) for n in COMPARED} for s, r in trained.items()},
+        "skipped": [step for step in logged if step not in trained],
         "batch_sizes": sizes.changes,
         "fingerprints": saved[newest]["data_fingerprint"],
     }
@@ -218,10 +224,30 @@ def _parts(
             train["gradient_accumulation_steps"] = 1
         return {**configs[0], "train": train}
 
-    # All parts use the same parallelism. The skip ranges in the last configuration cover all steps.
-    shared = {key: config_of(last)[key] for key in ("parallel", "train_range_to_skip")}
+    # All parts use the same parallelism. The steps to skip come from the records, because
+    # checkpoints lack ranges that were added later.
+    shared = {"parallel": config_of(last)["parallel"], "train_range_to_skip": []}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
     return [[end, config_of(end) | shared] for end in ends]
+
+
+def _check_rates(
+    run: Path, parts: Sequence[Sequence[Any]], records: dict[int, dict[str, Any]]
+) -> None:
+    """Raise `UsageError` if a recorded learning rate differs from that of the configuration.
+
+    This also raises `UsageError` if a configuration is invalid. `parts` is the result of `_parts`.
+    `records` maps steps of these parts to their `train` records.
+    """
+    configs = [(end, config_from_dict(values, f"checkpoint of {run}")) for end, values in parts]
+    for step, record in records.items():
+        config = next(config for end, config in configs if step <= end)
+        lr, was = float(learning_rate(config.optimizer, step)), record.get("lr")
+        if was is not None and not math.isclose(was, lr, rel_tol=1e-6):  # for rounding errors
+            raise UsageError(
+                f"--step {max(records)}: no checkpoint has the settings of step {step}, which had "
+                f"a learning rate of {was:g} instead of {lr:g}; choose another step"
+            )
 
 
 def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
@@ -250,14 +276,16 @@ class Repeater:
         run: Path,
         config: Config,
         sizes: BatchSizes,
+        skipped: Sequence[int],
         fingerprints: Sequence[Any],
         cluster: ProcessGroup,
     ):
         """Open the data and compile the train step; all processes must call this.
 
-        JAX must have been started. Raises `UsageError` if the data cannot be read or does not match
-        `fingerprints`, if the mesh does not fit the devices or the configuration, or if another
-        setting is invalid or cannot be used on these devices. Raises `RuntimeError` if JAX fails.
+        `skipped` contains the steps that the run skipped. JAX must have been started. Raises
+        `UsageError` if the data cannot be read or does not match `fingerprints`, if the mesh does
+        not fit the devices or the configuration, or if another setting is invalid or cannot be used
+        on these devices. Raises `RuntimeError` if JAX fails.
         """
         self.config = config
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
@@ -277,31 +305,28 @@ class Repeater:
         self.conditions = Conditions(describe(mesh), cluster.size, kind, jax.__version__)
         self._cluster = cluster
         self._checkpoints = Checkpoints(run, config, cluster)
-        self._steps = make_steps(config, mesh, has_masks=dataset.has_masks)
+        self._steps = make_steps(config, mesh, has_masks=dataset.has_masks, hosts=cluster.hosts)
         self._train_step = self._steps.lower_train_step().compile()
         self._loader = Loader.for_training(dataset, config, self._steps.batch_sharding, sizes)
-        self._skips = SkipRanges(skip_ranges(config))
+        self._skipped = frozenset(skipped)
 
-    def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, float | None]]]:
-        """Repeat training steps. Return the new state, and a dict from each step to its metrics.
+    def repeat(self, state: Any, steps: range) -> tuple[Any, dict[int, dict[str, Any]]]:
+        """Repeat training steps. Return the new state, and each trained step's metrics.
 
         `state` must be the state before the first step. All steps must have the batch size in the
         configuration. The caller must not use `state` afterwards, because its arrays are donated.
-        The metrics are those in `COMPARED`, as float32 NumPy arrays of shape (), or None for a
-        skipped step. The loss is in nats per token. All processes must call this. Raises
-        `UsageError` if the data is invalid or cannot be read, and `RuntimeError` if JAX fails.
+        The metrics are those in `COMPARED`, as float32 NumPy arrays of shape (). The loss is in
+        nats per token. All processes must call this. Raises `UsageError` if the data is invalid or
+        cannot be read, and `RuntimeError` if JAX fails.
         """
         import jax
 
-        batches = self._loader.batches(step for step in steps if step not in self._skips)
-        found: dict[int, Any] = {}
-        for step in steps:
-            if step in self._skips:
-                found[step] = dict.fromkeys(COMPARED)
-            else:
-                lr = learning_rate(self.config.optimizer, step)
-                state, metrics = self._train_step(state, np.int32(step), lr, next(batches))
-                found[step] = {name: metrics.scalars[name] for name in COMPARED}
+        trained = [step for step in steps if step not in self._skipped]
+        batches, found = self._loader.batches(trained), {}
+        for step in trained:
+            lr = learning_rate(self.config.optimizer, step)
+            state, metrics = self._train_step(state, np.int32(step), lr, next(batches))
+            found[step] = {name: metrics.scalars[name] for name in COMPARED}
         batches.close()
         return state, jax.device_get(found)
 
@@ -320,19 +345,20 @@ class Repeater:
 
 
 def compare(
-    found: dict[int, dict[str, float | None]], records: dict[str, Any], exact: bool
+    found: dict[int, dict[str, Any]], records: dict[str, Any], exact: bool
 ) -> list[Difference]:
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
-    `records` has the same format as `records` in the result of `find_stretches`. Steps without a
-    record are not compared. If `exact` is True, the metrics must be equal. Otherwise, they may
-    differ by up to the tolerances in `COMPARED`. Non-finite metrics are treated as None.
+    `found` and `records` have the formats of `Repeater.repeat` and of `records` in the result of
+    `find_stretches`. Steps without a record are not compared. If `exact` is True, the metrics must
+    be equal. Otherwise, they may differ by up to the tolerances in `COMPARED`. Non-finite metrics
+    are treated as None.
     """
     out = []
     for step, scalars in found.items():
         for name, tolerance in COMPARED.items():
-            value = None if scalars[name] is None else float(scalars[name])
-            value = value if value is None or np.isfinite(value) else None  # as in metrics.jsonl
+            value = float(scalars[name])
+            value = value if np.isfinite(value) else None  # as in metrics.jsonl
             was = records.get(str(step), {name: value})[name]
             if not agree(was, value, 0 if exact else tolerance):
                 out.append(Difference(step, name, was, value))

@@ -9,6 +9,8 @@ from jaxgpt import inspect
 from jaxgpt.config import load_config
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
+from jaxgpt.tracking.jsonl import json_line
+from jaxgpt.tracking.records import StartRecord
 from jobs import SMALL, losses, run, train_here
 
 
@@ -111,6 +113,42 @@ def test_data_is_compared_with_that_of_the_next_checkpoint(monkeypatch):
     found = [inspect.differences(config, dataset, Path("run"), step) for step in (50, 150, 250)]
     changed = ["warning: this data differs from the data that the run was trained on"]
     assert found == [[], changed, changed]
+
+
+def test_the_blend_and_the_seed_are_compared_with_those_of_the_next_checkpoint(
+    blend, tmp_path, monkeypatch
+):
+    config = load_config("tiny", *blend)
+    dataset = open_dataset(config.data, config.model)
+    lines = list(config.data.blend)
+
+    def saved(blend, seed):
+        settings = {"train": {"seed": seed}, "data": {"blend": blend}}
+        return {"data_fingerprint": dataset.fingerprints, "config": settings}
+
+    other = [lines[0].replace("0.5 ", "0.6 "), *lines[1:]]
+    checkpoints = {100: saved(other, config.train.seed + 1), 200: saved(lines, config.train.seed)}
+    monkeypatch.setattr(inspect, "valid_checkpoints", lambda run: checkpoints)
+    monkeypatch.setattr(inspect, "batch_sizes", lambda run, config: None)
+
+    def noted(step):
+        return " ".join(inspect.differences(config, dataset, tmp_path, step))
+
+    assert "data.blend had other weights or corpora around this step" in noted(50)
+    assert f"add the data.blend in {tmp_path}/checkpoints/100/meta/metadata" in noted(50)
+    assert f"add train.seed={config.train.seed + 1}" in noted(50)
+    assert noted(150) == noted(250) == ""
+    del checkpoints[200]
+    assert "data.blend had other" in noted(250)
+    facts = {"mesh": "", "processes": 1, "devices": "cpu", "jax": "", "batch_size": 16}
+    start = StartRecord(step=100, consumed_sequences=1600, **facts)  # settings: config.yaml
+    (tmp_path / "metrics.jsonl").write_text(json_line(start.to_dict()))
+    assert noted(250) == "" and "restarted" not in noted(50)
+    checkpoints.clear()  # retention has removed checkpoint 100
+    checkpoints[200] = saved([line.replace("0.", "0.0") for line in lines], config.train.seed)
+    place = tmp_path / "checkpoints" / "200"
+    assert noted(50).startswith(f"the run restarted between step 50 and {place}, so the data, ")
+    assert noted(101) == ""  # the shares in checkpoint 200 are the same
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):

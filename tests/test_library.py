@@ -251,6 +251,44 @@ def test_a_trainer_starts_from_the_weights_of_another_run_and_saves_their_origin
     assert read_meta(tmp_path / "run", 0)["init_from"] == [str(run), list_checkpoints(run)[-1]]
 
 
+def test_a_trainer_keeps_the_tokenizer_of_the_weights_and_the_files_of_their_model(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
+    made.save(str(tmp_path / "tokenizer.json"))
+    np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16).tofile(tmp_path / "a.bin")
+    data = (f"data.path={tmp_path}/a.bin", "data.val_share=0.1", "model.vocab_size=256")
+    own = f"data.tokenizer={tmp_path}/tokenizer.json"
+    weights, kept, other = (tmp_path / name for name in ("weights", "kept", "other"))
+    trainer_on("1,1,1", *data, own).save(weights)
+    expected = read_meta(weights, 0)["tokenizer"]
+    names = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+    for name in names:
+        (weights / name).write_text(f'{{"{name}": 1}}')
+
+    def check(run, tokenizer):
+        assert read_meta(run, 0)["tokenizer"] == expected
+        assert jaxgpt.load_config(run / "config.yaml").data.tokenizer == tokenizer
+        for name in (*names, "tokenizer.json"):
+            assert (run / name).read_bytes() == (weights / name).read_bytes()
+
+    for settings, out, tokenizer in (((), kept, str(kept)), ((own,), other, own.partition("=")[2])):
+        trainer = trainer_on("1,1,1", *data, *settings, f"train.init_from={weights}")
+        trainer.save(out)
+        check(out, tokenizer)
+        with devices_of("1,1,1"):
+            assert trainer.model.tokenizer.decode([0]) == made.decode([0])
+    later = trainer_on("1,1,1", *data)
+    with devices_of("1,1,1"):
+        model = later.model
+    with pytest.raises(jaxgpt.UsageError, match="the data: has no tokenizer"):
+        _ = model.tokenizer
+    later.restore(kept)
+    assert model.tokenizer.to_meta() == expected
+    later.save(tmp_path / "copy")
+    check(tmp_path / "copy", f"{tmp_path}/copy")
+
+
 @pytest.mark.parametrize("starts_from_weights", [False, True])
 def test_batches_are_those_that_inspect_shows(starts_from_weights, run, capsys):
     settings = ["train.batch_size=3"]

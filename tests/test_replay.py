@@ -5,6 +5,8 @@ import random
 
 import pytest
 
+from jaxgpt.config import UsageError
+from jaxgpt.replay import find_stretches
 from jobs import FIVE_AXES, SMALL, records, run
 
 # At a learning rate of 0.01, rounding errors grow by over 100,000 in the gradient norm of step 37.
@@ -35,7 +37,7 @@ def replayed(out, *arguments):
 
 def test_steps_agree_bit_for_bit_where_they_were_trained(finished):
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*")}
-    for steps, mesh in (((5, 10), "data=2 fsdp=1 tensor=2"), ((13, 23, 40), "stage=2")):
+    for steps, mesh in (((5, 10), "data=2 fsdp=1 tensor=2"), ((14, 23, 40), "stage=2")):
         status, said = replayed(finished, *steps)
         assert status == 0, said
         lines = said.splitlines()
@@ -47,7 +49,8 @@ def test_steps_agree_bit_for_bit_where_they_were_trained(finished):
 
 @pytest.mark.long
 def test_twenty_steps_drawn_at_random_agree(finished):
-    steps = random.Random(0).sample(range(1, 41), 20)
+    trained = [r["step"] for r in records(finished) if not r["skipped"]]
+    steps = random.Random(0).sample(trained, 20)
     for mesh in ((), ("--mesh", "1,1,2")):
         status, said = replayed(finished, *steps, *mesh)
         assert status == 0 and said.count("agrees ") == 20, said
@@ -58,27 +61,55 @@ def test_on_another_mesh_they_agree_to_rounding(finished):
     assert status == 0 and "agrees up to rounding (the run had mesh data=2" in said, said
 
 
-def test_a_line_that_was_changed_is_found(finished, tmp_path):
-    lines = (finished / "metrics.jsonl").read_text().splitlines()
+def changed(run, name, step, change):
+    """Change a recorded metric of a step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     for number, line in enumerate(lines):
         record = json.loads(line)
-        if record["kind"] == "train" and record["step"] == 36:
-            was = record["loss"]
-            lines[number] = json.dumps({**record, "loss": was + 1e-6})
-    other = tmp_path / "run"
-    other.mkdir()
+        if record["kind"] == "train" and record["step"] == step:
+            lines[number] = json.dumps({**record, name: record[name] + change})
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def with_checkpoint_10(finished, tmp_path):
+    """The same run, of which only the checkpoint before the rewind is left."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
     for path in finished.iterdir():
-        (other / path.name).symlink_to(path)
-    (other / "metrics.jsonl").unlink()
-    (other / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    status, said = replayed(other, 38)
+        if path.name != "checkpoints":
+            (run / path.name).symlink_to(path)
+    (run / "checkpoints" / "10").symlink_to(finished / "checkpoints" / "10")
+    return run
+
+
+def test_a_line_that_was_changed_is_found(with_checkpoint_10):
+    """All other steps agree, although the checkpoint does not know what the rewind skipped."""
+    (rewind,) = records(with_checkpoint_10, "rewind")
+    assert rewind["step"] == 10 and rewind["skip"][0] > 20
+    changed(with_checkpoint_10, "loss", 36, 1e-6)
+    status, said = replayed(with_checkpoint_10, 38)
     assert status == 1, said
-    assert said.startswith("differs: step 38 from checkpoint 30") and "step 36: loss was" in said
+    assert said.startswith("differs: step 38 from checkpoint 10") and "step 36: loss was" in said
+
+
+def test_a_step_whose_settings_no_checkpoint_has_is_refused(with_checkpoint_10):
+    find_stretches(with_checkpoint_10, [38])
+    changed(with_checkpoint_10, "lr", 37, 1e-5)
+    words = "--step 38: no checkpoint has the settings of step 37, which had a learning rate of 0"
+    with pytest.raises(UsageError, match=words):
+        find_stretches(with_checkpoint_10, [9, 38])
+    find_stretches(with_checkpoint_10, [9, 36])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["99"], "--step 99: the run ends at step 40; choose"), (["0"], "at least 1")],
+    [
+        (["99"], "--step 99: the run ends at step 40; choose"),
+        (["13"], "--step 13: was skipped; choose 11 or 14"),
+        (["0"], "at least 1"),
+    ],
 )
 def test_bad_input_is_one_sentence(finished, arguments, words):
     status, said = replayed(finished, *arguments)

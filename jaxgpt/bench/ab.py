@@ -152,7 +152,8 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
     config = config.replace(data__document_mask=change.config.data.document_mask)
-    steps = make_steps(with_vocabulary(config), base.mesh)
+    hosts = base.trainer.job.cluster.hosts
+    steps = make_steps(with_vocabulary(config), base.mesh, hosts=hosts)
 
     def arguments(of: CompiledFunctions) -> Any:
         return jax.tree.map(

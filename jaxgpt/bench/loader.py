@@ -5,9 +5,7 @@ checks. They are not copied to a device.
 """
 
 import operator
-import resource
 import statistics
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +16,7 @@ from jaxgpt.config import parse_args
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.sharding import batch_sharding
+from jaxgpt.perf.memory import peak_rss
 from jaxgpt.train.resume import initial_model
 
 WARM_UP = 5  # batches
@@ -38,7 +37,7 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
         B, T = config.train.batch_size, config.model.block_size
         files = [source.tokens["train"].file for source in dataset.sources]
         largest = max(files, key=lambda file: file.size)
-        idle = peak_bytes()
+        idle = peak_rss()
         loader = Loader.for_training(dataset, config, batch_sharding(mesh))
         jax.block_until_ready(list(loader.batches(range(1, WARM_UP + 1))))
 
@@ -66,16 +65,8 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
                 sum(t.size * t.dtype.itemsize for s in dataset.sources for t in s.tokens.values()),
                 "bytes",
             ),
-            "grown_bytes": Value(
-                peak_bytes() - idle, "bytes", "growth of peak memory while reading"
-            ),
+            "grown_bytes": Value(peak_rss() - idle, "bytes", "growth of peak memory while reading"),
             "tokens_per_sec": Value(spread(loaded), "tokens/s"),
             "memory_map_tokens_per_sec": Value(spread(mapped), "tokens/s"),
             "ratio": Value(statistics.median(map(operator.truediv, loaded, mapped)), "x"),
         }
-
-
-def peak_bytes() -> int:
-    """Return the peak RSS of this process so far, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

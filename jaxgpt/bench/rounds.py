@@ -112,8 +112,8 @@ class Rounds:
         `Tracing.stop` and `run_compiled_step` raise.
         """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
-        self.run_compiled_step(n_steps)
-        return tracing.stop(self.state, n_steps, self.trainer.train_step.as_text())
+        seconds = self.run_compiled_step(n_steps)
+        return tracing.stop(self.state, n_steps, seconds, self.trainer.train_step.as_text())
 
     def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         """Keep the state for the next round. Nothing is written."""
@@ -157,8 +157,8 @@ def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
 def _steps_only(config: Config, directory: Path) -> Config:
     """Return a config with the same training steps, but no work between the steps.
 
-    Skip ranges, profiles, evaluations, samples, checkpoints, rewinds, comparisons of replicas and
-    bit flips are turned off.
+    Skip ranges, profiles, evaluations, samples, trackers, checkpoints, rewinds, comparisons of
+    replicas and bit flips are turned off.
     """
     action = config.spike.action
     return config.replace(
@@ -168,6 +168,7 @@ def _steps_only(config: Config, directory: Path) -> Config:
         train__max_iters=2**31 - 1,  # set by each round
         train__eval_interval=0,
         train__sample_tokens=0,
+        train__trackers=(),
         train__verify_interval=0,
         checkpoint__interval=0,
         faults__bit_flip_step=None,

@@ -24,6 +24,8 @@ ONE_STEP = (
     "train.eval_iters=1",
     "train.eval_interval=0",
     "train.sample_tokens=0",
+    "train.trackers=",
+    "checkpoint.keep_best=0",
     "profile_steps=None",
 )
 

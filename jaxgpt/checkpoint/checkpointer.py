@@ -219,6 +219,15 @@ class Checkpoints:
                 if later > step:
                     self._local.remove(later)
 
+    def newest_complete(self) -> int | None:
+        """Wait for all saves. Return the step of the newest checkpoint, or None if there is none.
+
+        An unreadable folder of checkpoints counts as empty. All processes must call this. Raises
+        `UsageError` under the same conditions as `save`.
+        """
+        self._settle_all()
+        return self._newest_complete()
+
     def close(self, is_final: bool = True) -> None:
         """Wait for all saves, and remove the checkpoints that the retention settings do not keep.
 
@@ -372,19 +381,23 @@ class Checkpoints:
 
     def _fail(self, step: int, error: str, is_last: bool = False) -> None:
         """Log a failed save, or raise `UsageError` if the run cannot continue without it."""
-        latest = None
         if self._cluster.is_main:
             for directory in {self._path(step).parent, self._folder}:
                 leftover = directory / f"{step}{TEMPORARY_SUFFIX}"
                 shutil.rmtree(leftover, ignore_errors=True)
                 self._leftovers.append(leftover)  # the next save tries again
-            with contextlib.suppress(UsageError):  # treat an unreadable folder as empty
-                latest = max(list_checkpoints(self._directory), default=None)
-        latest = self._cluster.broadcast(latest)
+        latest = self._newest_complete()
         sentence = f"{self._folder}: checkpoint {step} could not be written ({error})"
         if is_last or latest is None or self._config.checkpoint.on_error == "stop":
             raise UsageError(f"{sentence}; {_remedy(error)}")
         self.log(CheckpointFailedRecord(step=step, reason=sentence, latest_complete=latest))
+
+    def _newest_complete(self) -> int | None:
+        latest = None
+        if self._cluster.is_main:
+            with contextlib.suppress(UsageError):  # treat an unreadable folder as empty
+                latest = max(list_checkpoints(self._directory), default=None)
+        return self._cluster.broadcast(latest)
 
     def _remove_old(self) -> None:
         """Start removing the checkpoints that the retention settings do not keep."""

@@ -25,6 +25,7 @@ SHAPE = {
     "step": int, "config": dict.fromkeys(SECTIONS, dict), "checksums": {str: int},
     "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,
     "corpus_tokens?": {str: int}, "spike_state?": dict, "init_from?": (str, int),
+    "failure?": str,  # why the run failed at this step; missing if it did not fail
 }  # fmt: skip
 # Additional keys in a run's checkpoints. `batch_sizes` has the format of `BatchSizes.changes`.
 RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}

@@ -172,5 +172,10 @@ def _spec(state: Path, name: str) -> dict[str, Any]:
     path = ".".join(["params", *name.split("/")])
     return {
         "driver": "zarr",
-        "kvstore": {"driver": "ocdbt", "base": f"file://{state}/", "path": f"{path}/"},
+        # A file:// URL would need quoting if the path contains #, ? or %.
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{state}/"},
+            "path": f"{path}/",
+        },
     }

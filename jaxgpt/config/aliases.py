@@ -138,6 +138,16 @@ SETTINGS = {
     ),
 }
 
+# Other programs' flags that set a key with a broader effect: (key, flag, effect of the key).
+BROADER = (
+    ("model.dropout", "attention_dropout", "which is also the dropout rate of hidden states"),
+    (
+        "data.document_mask",
+        "eod_mask_loss",
+        "which also restricts attention to documents and restarts positions",
+    ),
+)
+
 # Other programs' flags that have no effect here, whatever their value.
 IGNORED = """
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
@@ -192,6 +202,9 @@ CONFIGS = {
         "optimizer.learning_rate=1e-3 train.dtype=bfloat16"
     ),
 }
+# Maps the names of nanoGPT's configurations to its batch size and its number of microbatches, which
+# all processes share.
+NANOGPT_BATCHES = {"train_gpt2": ("12", "40"), "finetune_shakespeare": ("1", "32")}
 # Maps the NAME in wordplay's `data=NAME` to the name of a dataset.
 WORDPLAY_DATA = {
     "shakespeare": "shakespeare_char", "owt": "openwebtext", "yelp": "yelp_review_full",

@@ -292,9 +292,11 @@ def _report(
     try:
         build(given)
     except UsageError as error:
-        corrected = []
-        if not left_out:  # if left_out, an omitted argument may have caused the error
-            problems.append(str(error))
+        # If train.init_from is set, the model may be unknown, and the error a false one.
+        if "train.init_from" not in given:
+            corrected = []
+            if not left_out:  # if left_out, an omitted argument may have caused the error
+                problems.append(str(error))
     lines = _in_lines(problems)
     is_useful = len(lines) > 1 or (given and not (wrong and left_out))
     return [*lines, *corrected] if is_useful else lines
@@ -574,10 +576,14 @@ def _flatten(
 
 
 def _without(values: Words, keys: set[str], given: Words) -> Words:
-    """Return `values` without `keys` or any data sources or batch size that `given` replaces."""
+    """Return `values` without `keys`, and without what `given` replaces.
+
+    New data also replaces data.end_of_text, which may come from the tokenizer of the old data.
+    """
     if "train.batch_size" in given:
         keys = keys | {"train.batch_size_per_device"}
-    keys = keys | (_DATA_KEYS if _DATA_KEYS & given.keys() else set())
+    if _DATA_KEYS & given.keys():
+        keys = keys | _DATA_KEYS | {"data.end_of_text"}
     return {key: words for key, words in values.items() if key not in keys}
 
 

@@ -269,8 +269,9 @@ class TrainConfig:
     eval_interval: CountOrZero = 150
     """Steps between evaluations, each with a text sample; 0 evaluates only after the last step."""
     eval_iters: Count = 10
-    """Number of batches per split in an evaluation. A batch is as large as a microbatch. Every
-    evaluation of a run uses the same batches."""
+    """Number of batches per split in an evaluation. A batch is as large as a microbatch. All
+    evaluations of a run use the same batches, unless the run resumes with different data, a
+    different data.blend, a different train.seed or a different microbatch size."""
     log_interval: LogInterval = 10
     """Steps between log lines."""
     log_columns: tuple[str, ...] = ()

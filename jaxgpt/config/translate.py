@@ -336,6 +336,9 @@ def _finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | Non
         line.leave_out(shown, f"{shown}: not a setting of jaxgpt; {text}")
     elif "load" in later:
         line.notes.append(f"{line.shown['load']}: means --out, which also resumes the run")
+    for key, name, effect in aliases.BROADER:
+        if _name(line.shown.get(key, "")) == name:
+            line.notes.append(f"{line.shown[key]}: means {key}={line.words[key][0]}, {effect}")
     _set_strategy(line)
     _set_mesh(line)
     _set_batch(line, n_devices)
@@ -352,12 +355,14 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
     line.put("config", [preset], shown)
     if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
         line.put("train.batch_size_per_device", [str(size)], shown)
-    given = next(
+    key = "train.gradient_accumulation_steps"
+    n = line.words.setdefault(key, ["1"])[0]
+    size = next(
         f"{key}={line.words[key][0]}"
         for key in ("train.batch_size_per_device", "train.batch_size")
         if key in line.words
     )
-    line.notes.append(f"{shown}: means --config {preset} {given}")
+    line.notes.append(f"{shown}: means --config {preset} {size} {key}={n}")
 
 
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
@@ -533,17 +538,18 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
     elif "micro_batch_size" in later:
         shown = line.shown["micro_batch_size"]
         line.put("train.batch_size_per_device", later["micro_batch_size"], shown)
+    _set_nanogpt_defaults(line)
     if "nanogpt_accumulation" in later:
         shown, n = line.shown["nanogpt_accumulation"], _whole(later["nanogpt_accumulation"][0])
         rows = _number(line, "train.batch_size")
         if _name(line.shown.get("train.batch_size", "")) == "batch_size" and n and rows:
             words["train.batch_size"] = [str(n * rows)]
             key = "train.gradient_accumulation_steps"
-            each = n // n_devices if n_devices and n % n_devices == 0 else n
-            words[key] = [str(each)]
+            each, remainder = divmod(n, n_devices or 8)  # by default nanoGPT's 8 GPUs
+            words[key] = [str(1 if remainder else each)]
             line.notes.append(
                 f"{shown}: means train.batch_size={n * rows} ({n} times --batch_size) and "
-                f"{key}={each}, which splits the batch into microbatches to save memory"
+                f"{key}={words[key][0]}; if memory is short, use more microbatches"
             )
         else:
             line.leave_out(
@@ -551,6 +557,21 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
                 f"{shown}: use train.gradient_accumulation_steps=N to split the global batch of "
                 "train.batch_size sequences into N microbatches",
             )
+
+
+def _set_nanogpt_defaults(line: CommandLine) -> None:
+    """If one factor of nanoGPT's batch size is given, add the other from its configuration."""
+    file = line.shown.get("config", "")
+    name, later = Path(file).stem, line.later
+    if not file.endswith(".py") or name not in aliases.NANOGPT_BATCHES:
+        return
+    rows, n = aliases.NANOGPT_BATCHES[name]
+    is_nanogpt = _name(line.shown.get("train.batch_size", "")) == "batch_size"
+    if is_nanogpt and "nanogpt_accumulation" not in later:
+        later["nanogpt_accumulation"] = [n]
+        line.shown["nanogpt_accumulation"] = f"gradient_accumulation_steps={n} in {file}"
+    elif "nanogpt_accumulation" in later and "train.batch_size" not in line.words:
+        line.put("train.batch_size", [rows], f"batch_size={rows} in {file}")
 
 
 def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:

@@ -45,8 +45,10 @@ _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _EXPORT = re.compile(r"(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*")
 _BRANCH = re.compile(r"(?:(?:then|else|do|\{)\s+)+")
 # Quoted text, ${NAME:-default}, arrays, arithmetic and command substitutions: these can contain
-# spaces and operators. Nested parentheses are matched to a depth of three.
-_QUOTED = r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*+\""
+# spaces and operators. Nested parentheses are matched to a depth of three. A single quote that
+# follows a letter quotes at most the rest of its line: it may be an apostrophe in a here-document.
+_QUOTED = r"\\.|(?<!\w)'[^']*'|'[^'\n]*'|\"(?:\\.|[^\"\\])*+\""
+_COMMENT = re.compile(rf"({_QUOTED})|(?:^|(?<=\s))#[^\n]*", re.DOTALL)
 _INNER = rf"(?:{_QUOTED}|[^()])*+"
 _INNER = rf"(?:{_QUOTED}|[^()]|\({_INNER}\))*+"
 _INNER = rf"(?:{_QUOTED}|[^()]|\({_INNER}\))*+"
@@ -109,7 +111,7 @@ def _statements(text: str) -> Iterator[tuple[str, bool]]:
 
     Comments and the keywords `then`, `else` and `do` are left out.
     """
-    text = re.sub(r"(^|\s)#.*", r"\1", text).replace("\\\n", " ")
+    text = _COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " ")
     is_conditional = False
     for separator, statement in _STATEMENT.findall(text):
         statement = _BRANCH.sub("", statement.strip(), count=1)

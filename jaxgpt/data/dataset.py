@@ -175,12 +175,15 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     set to 0 instead, and `vocabulary_size` determines model.vocab_size.
 
     Raises:
-        UsageError: if the vocabulary size is less than 2 or at least 2^31, or if data.document_mask
-            is set and the end-of-text token is unknown or outside the vocabulary. If `dataset` is
-            None, also raises whatever `vocabulary_size` raises.
+        UsageError: if the vocabulary size is less than 2 or at least 2^31, if a nanoGPT source
+            without meta.json may be uint32, or if data.document_mask is set and the end-of-text
+            token is unknown or outside the vocabulary. If `dataset` is None, also raises whatever
+            `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
+    if dataset is not None:
+        _check_dtype_is_known(dataset)
     if not config.data.document_mask:
         return config
     end = config.data.end_of_text
@@ -195,6 +198,22 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
     if end >= vocab_size:
         raise UsageError(f"data.end_of_text={end}: must be less than model.vocab_size={vocab_size}")
     return config.replace(data__end_of_text=end)
+
+
+def _check_dtype_is_known(dataset: Dataset) -> None:
+    """Raise `UsageError` if a nanoGPT source has no meta.json and its tokens may be uint32.
+
+    uint32 tokens that are read as uint16 pass every other check if the vocabulary is this large.
+    """
+    n_used = dataset.tokenizer.vocab_size if dataset.tokenizer else dataset.vocab_size
+    for source in dataset.sources:
+        if source.format.startswith("nanoGPT") and not source.meta and n_used > 2**16:
+            raise UsageError(
+                f"model.vocab_size={dataset.vocab_size}: {source.entry.path} has no meta.json, so "
+                "its tokens are read as uint16, which is too small for this vocabulary; write a "
+                "meta.json with their dtype (see jaxgpt/data/README.md), or prepare the data with "
+                "python -m jaxgpt.prepare"
+            )
 
 
 def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:

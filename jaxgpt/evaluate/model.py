@@ -226,7 +226,8 @@ class Model:
         )
         self.trained, self.mesh_shape, self._cluster = trained, shape, cluster
         self._vocab_size = vocab_size
-        self.steps = make_steps(self.config, make_mesh(shape, cluster.hosts))
+        mesh = make_mesh(shape, cluster.hosts)
+        self.steps = make_steps(self.config, mesh, hosts=cluster.hosts)
         if params is None:
             shapes = self.steps.state_shapes.params
             where = Path(trained.where)

@@ -14,16 +14,19 @@ from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel.sharding import Params, replicated
 
 
-def n_moments(config: OptimizerConfig) -> int:
+def n_moments(config: OptimizerConfig, for_embedding: bool = False) -> int:
     """Return the number of moments that the optimizer keeps for a large matrix in a layer.
 
-    A moment has the size of the matrix, so Adafactor's row and column means do not count. Raises
-    `UsageError` if optimizer.name is unknown.
+    If `for_embedding` is True, return the number for the token embedding instead. Muon keeps more
+    moments for it. A moment has the size of the matrix, so Adafactor's row and column means do not
+    count. Raises `UsageError` if optimizer.name is unknown.
     """
-    matrix = Weight("layers/matrix", (1, 256, 256), ("layers", "embed", "mlp"), "matrix", 1)
-    optimizer = make_optimizer(config, Parameters({"layers": {"matrix": matrix}}))
+    matrix = Weight("matrix", (1, 256, 256), ("layers", "embed", "mlp"), "matrix", 1)
+    if for_embedding:
+        matrix = Weight("matrix", (256, 256), ("vocab", "embed"), "token_embedding", 1)
+    optimizer = make_optimizer(config, Parameters({"matrix": matrix}))
     shape = jax.ShapeDtypeStruct(matrix.shape, "float32")
-    state = jax.eval_shape(optimizer.init, {"layers": {"matrix": shape}})
+    state = jax.eval_shape(optimizer.init, {"matrix": shape})
     return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size
 
 

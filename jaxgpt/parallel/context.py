@@ -48,8 +48,8 @@ def choose_implementation(
     one implementation must be supported.
 
     Args:
-        devices_per_host: number of devices per host. If None, all devices are assumed to share a
-            host.
+        devices_per_host: number of devices per host, in mesh order. If None, all devices are
+            assumed to share a host.
     """
     model, chosen = config.model, config.parallel.context_impl
     if chosen != "auto":
@@ -60,7 +60,8 @@ def choose_implementation(
         return "ulysses", f"ring attention is not possible: {obstacle}"
     n = shape.split_of("splits_sequence")
     neighbors = n * shape.split_of("splits_heads")  # the innermost axes
-    if devices_per_host is None or neighbors <= devices_per_host:
+    per_host = min(devices_per_host or shape.n_devices, shape.n_devices)
+    if per_host % neighbors == 0:
         return "ulysses", "it divides the heads, and its devices share a host"
     tokens = model.block_size // n
     if tokens < RING_TOKENS:

@@ -1,6 +1,7 @@
 """The mesh of all devices of the job, with named axes."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -66,6 +67,18 @@ def device_hosts(mesh: Mesh, hosts: Sequence[int]) -> list[int]:
         hosts: the host number of each process, by rank.
     """
     return [hosts[device.process_index] for device in mesh.devices.flat]
+
+
+def devices_per_host(mesh: Mesh, hosts: Sequence[int]) -> int:
+    """Return the number of devices of each host.
+
+    If the numbers differ, return their greatest common divisor. Devices are in the order of
+    `make_mesh`, so groups of this many neighboring devices never span hosts.
+
+    Args:
+        hosts: the host number of each process, by rank, as passed to `make_mesh`.
+    """
+    return math.gcd(*Counter(device_hosts(mesh, hosts)).values())
 
 
 def hosts_spanned(axes: Sequence[str], shape: MeshShape, hosts: Sequence[int]) -> int:

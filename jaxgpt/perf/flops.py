@@ -122,6 +122,8 @@ class Rates:
     def slow_step_warnings(self) -> tuple[str, ...]:
         """Return a warning if a step would take at least five minutes at `CPU_FLOPS` per device.
 
+        Call this only for CPU devices.
+
         Returns an empty tuple if the step is faster, or if the peak is known.
         """
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices

@@ -1,7 +1,10 @@
 """Memory in use, and a lower bound on the memory that a step needs."""
 
 import os
+import re
 import resource
+import sys
+from pathlib import Path
 
 import jax
 
@@ -26,12 +29,23 @@ def memory_in_use() -> tuple[int, int] | None:
                 now = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except OSError:  # not Linux
             return None
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return now, max(now, peak)  # the kernel updates the two counters at different times
+        return now, max(now, peak_rss())  # the kernel updates the two counters at different times
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all("bytes_in_use" in one and "peak_bytes_in_use" in one for one in stats):
         return None
     return max(s["bytes_in_use"] for s in stats), max(s["peak_bytes_in_use"] for s in stats)
+
+
+def peak_rss() -> int:
+    """Return the peak RSS of this process so far, in bytes."""
+    # On Linux, ru_maxrss includes the peak of the program that started this one, because exec does
+    # not reset it.
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:  # not Linux
+        found = None
+    peak = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024)  # macOS reports bytes, Linux KiB
 
 
 def host_memory() -> int:

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,21 +49,20 @@ class Tracing:
         options.python_tracer_level = 0  # the Python tracer would slow down the steps
         cluster.barrier()
         jax.profiler.start_trace(self._directory, profiler_options=options)
-        self._began = time.perf_counter()
 
-    def stop(self, pending: Any, n_steps: int, hlo: str) -> dict[str, Any]:
+    def stop(self, pending: Any, n_steps: int, seconds: float, hlo: str) -> dict[str, Any]:
         """Wait for the arrays in `pending`, end the trace of `n_steps` steps, and summarize it.
 
-        All processes must call this. `hlo` is `compiled.as_text()` of the step. Returns the result
-        of `summary`, with `bytes` and `flops` (per step and device) added to each of its `parts`.
-        The result also contains `may_be_incomplete`, which is True if the step runs on GPUs and the
-        operations take less than half of the step time.
+        All processes must call this. `seconds` is the time per step, and `hlo` is
+        `compiled.as_text()` of the step. Returns the result of `summary`, with `bytes` and `flops`
+        (per step and device) added to each of its `parts`. The result also contains
+        `may_be_incomplete`, which is True if the step runs on GPUs and the operations take less
+        than half of the step time.
 
         Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
         `ValueError` if the trace is missing, and `OSError` if a temporary folder cannot be removed.
         """
         jax.block_until_ready(pending)
-        seconds = (time.perf_counter() - self._began) / n_steps
         jax.profiler.stop_trace()
         program = parse_hlo(hlo)
         operations = read_operations(program)
@@ -99,6 +97,7 @@ class StepProfile:
         self._directory = run.directory / "profile"
         self._cluster, self._train_step, self._log = cluster, train_step, log
         self._tracing: Tracing | None = None
+        self._began = 0.0  # clock reading before the first traced step
         self._traced: list[int] = []
 
     def before(self, step: int, state: Any) -> None:
@@ -112,6 +111,7 @@ class StepProfile:
             jax.block_until_ready(state)  # do not count unfinished steps as profiling
             with self._log.clock.within("profile"):
                 self._tracing = Tracing(self._directory, self._cluster, state)
+            self._began = self._log.clock.spent("step", "data")
         self._traced.append(step)
 
     def after(self, step: int, state: Any) -> None:
@@ -127,10 +127,12 @@ class StepProfile:
         if self._tracing is None:
             return
         jax.block_until_ready(state)  # do not count unfinished steps as profiling
+        n_steps = len(self._traced)
+        seconds = (self._log.clock.spent("step", "data") - self._began) / n_steps
         with self._log.clock.within("profile"):
-            found = self._tracing.stop(state, len(self._traced), self._train_step.as_text())
+            found = self._tracing.stop(state, n_steps, seconds, self._train_step.as_text())
         first, last = self._traced[0], self._traced[-1]
-        skipped = last - first + 1 - len(self._traced)
+        skipped = last - first + 1 - n_steps
         self._log.info(
             f"traced steps {first} to {last} into {self._directory}; tracing slows them slightly"
             + (f"; skipped steps among them: {skipped}" if skipped else "")

@@ -22,6 +22,8 @@ from jaxgpt.config import (
     parse_args,
     whole_number,
 )
+from jaxgpt.config.parse import presets
+from jaxgpt.config.translate import translate
 from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.optim import CHOICES
 from jaxgpt.perf.hardware import DEVICES, Device
@@ -125,7 +127,7 @@ def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> i
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
-            `rest` has an option that --advise chooses.
+            `rest` has an option that --advise chooses, also as another program's flag.
     """
     shape = mesh_shape(config)
     from jaxgpt.plan.advise import CHOSEN  # imports JAX
@@ -140,10 +142,12 @@ def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> i
                 "a larger data axis"
             )
         return shape.n_devices
-    chosen = ("mesh", "parallel.mesh", *CHOSEN)
-    for word in rest:
-        if word.removeprefix("--").partition("=")[0].replace("-", "_") in chosen:
-            raise UsageError(f"{word}: --advise chooses this option; remove one of the two")
+    line = translate(rest, presets())
+    given = [line.shown[key] for key in ("parallel.mesh", *CHOSEN) if key in line.shown]
+    given += [argument for flags in line.axes.values() for argument in flags.values()]
+    if given:
+        words = ", ".join(dict.fromkeys(given))  # a flag may set several keys
+        raise UsageError(f"{words}: --advise chooses the layout; remove one or the other")
     if advise > MAX_DEVICES:
         raise UsageError(f"--advise={advise}: must be at most {MAX_DEVICES}; choose fewer devices")
     return advise

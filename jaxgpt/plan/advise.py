@@ -87,7 +87,10 @@ class Estimator:
         kernel, _ = attention_kernel(config, device)
         self.device, self.devices_per_host = device, devices_per_host
         self.stores_scores = KERNELS[kernel].stores_scores
-        self.n_moments = n_moments(config.optimizer)
+        self.n_moments = (
+            n_moments(config.optimizer),
+            n_moments(config.optimizer, for_embedding=True),
+        )
 
     def with_least_remat(self, mesh: MeshShape, config: Config) -> Plan:
         """Return the plan with the least remat among the plans that fit.
@@ -111,7 +114,7 @@ class Estimator:
         plan = Plan(config, mesh, self.device, self.devices_per_host, program)
         if not plan.fits:
             return plan
-        traffic = sum_traffic(expected_traffic(config, mesh, self.device.devices_per_host))
+        traffic = sum_traffic(expected_traffic(config, mesh, self.devices_per_host))
         program = dataclasses.replace(
             program, collectives=traffic, update_flops=optimizer_flops(config, mesh)
         )

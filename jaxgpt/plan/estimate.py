@@ -4,6 +4,8 @@
 millisecond.
 """
 
+import operator
+
 import jax
 
 from jaxgpt.config import Config, MeshShape, axes_with
@@ -16,14 +18,16 @@ from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
 SCORE_COPIES = 3  # number of float32 copies of the scores, if the kernel stores them
 
 
-def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scores: bool) -> Memory:
+def estimate_memory(
+    config: Config, mesh: MeshShape, n_moments: tuple[int, int], stores_scores: bool
+) -> Memory:
     """Return an estimate of a step's memory on each device.
 
     `mesh` must fit `config`; see `mesh_shape`. Unlike `state_memory`, this does not set `in_host`
     to 0 on CPUs.
 
     Args:
-        n_moments: number of moments per parameter.
+        n_moments: number of moments per parameter, in the layers and outside them.
         stores_scores: whether the attention kernel keeps T x T scores.
 
     Raises:
@@ -33,8 +37,11 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters, work = local_parameters(model, *sizes), step_work(config, mesh)
     shards, over = mesh.split_of("shards_parameters"), axes_with("shards_parameters")
-    whole = sum(p.size for p in parameters)
-    sharded = sum(p.size // (shards if p.axes.intersection(over) else 1) for p in parameters)
+    each_whole = [p.size for p in parameters]
+    each_sharded = [p.size // (shards if p.axes.intersection(over) else 1) for p in parameters]
+    whole, sharded = sum(each_whole), sum(each_sharded)
+    moments = [n_moments[0] if p.layers else n_moments[1] for p in parameters]
+    of_moments = each_sharded if zero >= 1 else each_whole
     in_layers = sum(p.size for p in parameters if p.layers)
     n_layers = max(p.layers for p in parameters)
     is_away, n = parallel.offload == "state", config.train.gradient_accumulation_steps
@@ -43,7 +50,7 @@ def estimate_memory(config: Config, mesh: MeshShape, n_moments: int, stores_scor
     at_rest = {
         "parameters": FLOAT32 * (sharded if zero >= 3 else whole),
         "gradients": sets * FLOAT32 * (sharded if shards_gradients else whole),
-        "moments": FLOAT32 * n_moments * (sharded if zero >= 1 else whole),
+        "moments": FLOAT32 * sum(map(operator.mul, moments, of_moments)),
     }
     away = {"none": 0, "moments": at_rest["moments"], "state": sum(at_rest.values())}
     in_host = away[parallel.offload]

@@ -346,4 +346,5 @@ def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_hos
 
     The requirements and errors are the same as for `compile_step`.
     """
-    return Plan(config, mesh, device, devices_per_host, compile_step(config, mesh, device))
+    program = compile_step(config, mesh, device, devices_per_host)
+    return Plan(config, mesh, device, devices_per_host, program)

@@ -69,14 +69,16 @@ class Program:
     update_flops: int = 0  # FLOPs of the optimizer's matmuls on each device
 
 
-def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
+def compile_step(
+    config: Config, shape: MeshShape, device: Device, devices_per_host: int
+) -> Program:
     """Compile the train step as it would run on `device`, without allocating arrays.
 
     XLA's CPU compiler is used instead of the device's compiler. The CPU compiler would compute
     bfloat16 in float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls
     are replaced by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory.
     Layers are scanned. If the device is `cpu`, only `with_fewer_replicas` changes the step. The
-    data's loss masks are ignored.
+    data's loss masks are ignored. For `devices_per_host`, see `choose_implementation`.
 
     `shape` must fit `config`; see `mesh_shape` and `check_batch`. JAX must already simulate the
     devices of the mesh that `with_fewer_replicas` returns, and config.model.vocab_size must be set.
@@ -102,15 +104,16 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
         # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
         # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
         stand_in = stand_in.replace(parallel__scan_layers=True)
-        if shape.split_of("splits_sequence") > 1:  # `auto` would assume that the devices are CPUs
-            impl, _ = choose_implementation(config, shape, device.devices_per_host)
-            stand_in = stand_in.replace(parallel__context_impl=impl)
         if config.train.dtype == "bfloat16":
             train = dataclasses.replace(stand_in.train, dtype="float16")
             stand_in = stand_in.replace(train=train)
         if config.parallel.grad_reduce_dtype == "bfloat16":
             parallel = dataclasses.replace(stand_in.parallel, grad_reduce_dtype="float16")
             stand_in = stand_in.replace(parallel=parallel)
+    impl, why = "", ""
+    if shape.split_of("splits_sequence") > 1:  # the simulated devices share a host
+        impl, why = choose_implementation(config, shape, devices_per_host)
+        stand_in = stand_in.replace(parallel__context_impl=impl)
     stand_in, simulated = with_fewer_replicas(stand_in, shape)
     mesh = _simulated_mesh(simulated)
     attend = None
@@ -128,13 +131,14 @@ def compile_step(config: Config, shape: MeshShape, device: Device) -> Program:
     )
     memory = state_memory(config, shape, device)
     state = memory.parameters + memory.moments
+    note = steps.model.context_note.replace(f"parallel.context_impl={impl}", why)
     gradients = min(memory.gradients, total - state)
     return Program(
         memory=dataclasses.replace(
             memory, gradients=gradients, activations_and_temporaries=total - state - gradients
         ),
         collectives=read_collectives(compiled.as_text(), simulated),
-        attention="; ".join(filter(None, [f"{kernel} ({reason})", steps.model.context_note])),
+        attention="; ".join(filter(None, [f"{kernel} ({reason})", note])),
         stores_scores=KERNELS[kernel].stores_scores,
         warnings=(*warnings, *steps.warnings),
         update_flops=optimizer_flops(config, shape),

@@ -84,9 +84,10 @@ def _fit(plan: Plan, best: Plan) -> str:
     if best.fits:
         return f"it fits with {options}"
     zero = "" if plan.config.parallel.zero_stage == 3 else " or parallel.zero_stage=3"
+    n = plan.mesh.n_devices
     return (
-        f"no mesh of {plan.mesh.n_devices} x {plan.device.name} fits, not even {options}; use more "
-        f"devices{zero}"
+        f"none of the layouts that were tried on {n} x {plan.device.name} fits; the best is "
+        f"{options}; use more devices{zero}, or try more layouts with --advise {n}"
     )
 
 
@@ -180,8 +181,8 @@ def advice_report(advice: Advice, given: Config) -> str:
         lines.append(f"use {train_options(best, given)}: {reason(best)}")
     else:
         lines.append(
-            f"no layout fits on {best.mesh.n_devices} x {best.device.name} with "
-            f"{format_bytes(best.device.memory or best.capacity)} each; the smallest is "
+            f"none of these layouts fits on {best.mesh.n_devices} x {best.device.name} with "
+            f"{format_bytes(best.device.memory or best.capacity)} each; the best is "
             f"{train_options(best, given)}: {reason(best)}; use more devices"
         )
     return "\n".join(lines)

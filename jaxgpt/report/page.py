@@ -162,8 +162,11 @@ def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
         cells = [[f"{mark.step:,}", mark.kind, html.escape(mark.text)] for mark in of_run]
         below += _fold("Events", _table(("step", "event", ""), cells)) if cells else ""
         for mark in [mark for mark in of_run if mark.record][:SHOWN_SPIKES]:
-            rows = [r["row"] for r in mark.record["rows"][:SHOWN_ROWS]]
-            text = "".join(_pre(row_text(run.directory, mark.step, row)) for row in rows)
+            rows = [
+                (r["row"], r["corpus"], str(r.get("source", "")), r["offset"])
+                for r in mark.record["rows"][:SHOWN_ROWS]
+            ]
+            text = "".join(_pre(row_text(run.directory, mark.step, *row)) for row in rows)
             below += _fold(f"Text behind the spike at step {mark.step:,}", text)
         for record in run.records["sample"][-SHOWN_SAMPLES:]:
             below += _fold(f"Sample at step {record['step']:,}", _pre(record["text"]))

@@ -18,7 +18,7 @@ from jaxgpt.tracking.records import REWIND_SHAPE
 FILE = "rewinds.json"
 # Record kinds that may appear between a rewind record and the next step.
 BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption")
-SHAPE = REWIND_SHAPE | {"to": int, "done": bool}
+SHAPE = REWIND_SHAPE | {"to": int, "done": bool, "sequences?": (int, int)}
 
 
 class NoRewind(Exception):
@@ -34,6 +34,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
     - `skip`: the first and the last step to skip, as a list.
+    - `sequences`: the first and the last sequence of these steps, as a list (not in older files).
     - `dropped`: the first and the last abandoned step, as a list.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 
@@ -50,12 +51,21 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def skipped_by_rewinds(directory: Path) -> list[tuple[int, int]]:
+def skipped_by_rewinds(directory: Path, sizes: BatchSizes) -> list[tuple[int, int]]:
     """Return the ranges of steps that the rewinds of a run skip, as inclusive (first, last) pairs.
 
-    Raises `UsageError`, as `read_rewinds` does.
+    With the batch sizes `sizes`, these steps contain the sequences that the rewinds skip. Raises
+    `UsageError`, as `read_rewinds` does.
     """
-    return [tuple(rewind["skip"]) for rewind in read_rewinds(directory)]
+    return [skipped_by(rewind, sizes) for rewind in read_rewinds(directory)]
+
+
+def skipped_by(rewind: dict[str, Any], sizes: BatchSizes) -> tuple[int, int]:
+    """Return the first and the last step that a rewind skips, given the run's batch sizes."""
+    if "sequences" not in rewind:
+        return tuple(rewind["skip"])
+    first, last = (max(0, number) for number in rewind["sequences"])  # the file may be damaged
+    return sizes.step_of(first), sizes.step_of(last)
 
 
 def decide_rewind(
@@ -85,8 +95,12 @@ def decide_rewind(
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
     latest = step - settings.rewind_margin
-    # Use only regular checkpoints, so that a save caused by a signal does not affect the rewind.
-    to = max((s for s in saved if s % interval == 0 and s <= latest), default=0)
+    # Prefer regular checkpoints, so that a save caused by a signal does not affect the rewind. If
+    # checkpoint.interval has changed, there may be none.
+    early = [s for s in saved if s <= latest]
+    to = max((s for s in early if s % interval == 0), default=0)
+    if to == 0 and latest >= interval:
+        to = max(early, default=0)
     if _rewinds_in_a_row(read_rewinds(directory), to) >= settings.max_rewinds:
         raise NoRewind(
             f"spike.max_rewinds={settings.max_rewinds}: step {step} spiked again; look at the "
@@ -108,6 +122,7 @@ def decide_rewind(
         "spike": step,
         "to": to,
         "skip": [sizes.step_of(first), sizes.step_of(end - 1)],
+        "sequences": [first, end - 1],
         "dropped": [to + 1, last],
         "done": False,
     }
@@ -172,7 +187,8 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
         if r["kind"] == "train" and r["step"] > to and r["loss"] is not None
     ]
     losses += before["dropped_losses"] if before else []
-    content = {key: value for key, value in rewind.items() if key not in ("to", "done")}
+    left_out = ("to", "done", "sequences")
+    content = {key: value for key, value in rewind.items() if key not in left_out}
     record = {"kind": "rewind", "step": to, **content, "dropped_losses": losses}
     truncate_metrics(metrics, to, record, replaces=before)
 

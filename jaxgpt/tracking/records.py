@@ -200,7 +200,7 @@ GOODPUT_SHAPE: dict[str, Any] = {"step": int, "after": int, "start": float, "beg
 GOODPUT_SHAPE |= {"ended": float, "seconds": {str: float}, "is_last": bool}
 STRAGGLER_SECONDS = ("own", "median", "data", "seconds")
 SHAPES: dict[str, Any] = {
-    "train": {"loss": NUMBER, "grad_norm?": NUMBER, "skipped": bool},
+    "train": {"loss": NUMBER, "grad_norm?": NUMBER, "lr?": NUMBER, "skipped": bool},
     "eval": {"train_loss": NUMBER, "val_loss": NUMBER},
     "sample": {"text": str},
     "spike": SPIKE_SHAPE | {"action": str},

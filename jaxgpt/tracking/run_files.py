@@ -124,7 +124,8 @@ class RunFiles:
         At least one of the logs must exist.
         """
         paths = [self.directory / name for name in (METRICS, STARTS, "train.log")]
-        return time.time() - max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
+        newest = max((p.stat().st_mtime for p in paths if p.exists()), default=0.0)
+        return max(0.0, time.time() - newest)  # a file server's clock may be ahead
 
     def state(self) -> str:
         """Return the state of the run: `running`, `done`, `stopped` or `dead`.

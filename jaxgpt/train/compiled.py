@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,7 @@ def make_steps(
     slices: int | None = None,
     on_cpu: bool | None = None,
     has_masks: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> CompiledFunctions:
     """Build the functions of a run from a configuration with model.vocab_size set.
 
@@ -126,6 +127,7 @@ def make_steps(
             default is the result of `choose_n_slices` if `on_cpu` is True, else 1.
         on_cpu: whether to build the model for CPUs; by default, True if `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
+        hosts: the host number of each process, by rank. None means that all devices share a host.
 
     Raises:
         UsageError: if the kernel selected by model.attention cannot run (even if `attend` is
@@ -151,7 +153,12 @@ def make_steps(
     recomputes = config.parallel.remat == "attention" and KERNELS[kernel].stores_scores
     trained_attend = without_scores(attend) if recomputes else attend
     shard = functools.partial(
-        shard_model, mesh=mesh, attend=trained_attend, n_slices=slices, on_cpu=on_cpu
+        shard_model,
+        mesh=mesh,
+        attend=trained_attend,
+        n_slices=slices,
+        on_cpu=on_cpu,
+        hosts=hosts,
     )
     model = trained = shard(config)
     float8_warnings: list[str] = []

@@ -48,7 +48,8 @@ def train(
     """Train until step train.max_iters or until `stop` ends the run; return the exit status.
 
     The status is `exits.DONE`, `exits.STOPPED` (the run can be resumed) or `exits.FAILED` (the run
-    cannot recover from loss spikes, non-finite steps or a faulty device). `facts` is the result of
+    cannot recover from loss spikes, non-finite steps or a faulty device). If no steps are left, it
+    is `exits.FAILED` if the run failed at its newest checkpoint. `facts` is the result of
     `initialize_jax`. All processes must call this.
 
     Raises:
@@ -64,7 +65,7 @@ def train(
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
     if ready is None:
-        return exits.DONE
+        return exits.FAILED if "failure" in run.resume_meta else exits.DONE
     run, trainer, state = ready
     trainer.job.report.start(trainer.loader)
     try:
@@ -135,7 +136,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 
     Raises:
         UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
-            if `Checkpoints.save` or `Checkpoints.close` raises it.
+            if `Checkpoints.save` or `Checkpoints.close` raises it. After a failure, errors of saves
+            are only logged.
         OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
             folder for a profile cannot be created or removed.
         ValueError: if JAX writes no trace for a profile.
@@ -150,7 +152,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     trainer.loader.batch_sizes = run.batch_sizes  # a rewind may have undone a change of batch size
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = trainer.loader.batches(step for step in todo if step not in skips)
-    result, unsaved = StepsResult(run.resume_step or 0), 0  # steps trained since the last save
+    # Without steps, the outcome of the run is that of its checkpoint.
+    result = StepsResult(run.resume_step or 0, failure=run.resume_meta.get("failure", ""))
 
     for step in todo:
         monitor.heartbeat(f"the batch of step {step}")
@@ -165,7 +168,6 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
             state, metrics = trainer.train_step(state, np.int32(step), lr, batch)
             with report.timer.waiting_for_device():
                 dispatched.add(metrics.loss)
-            unsaved += 1
         is_last = step == config.train.max_iters
         stopping = trainer.stop.reached(next(trainer.ticks))
         evaluating = should_evaluate(config, step)
@@ -177,9 +179,13 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
-        # After a failure, save only if the state has changed since the last save. Saving the same
-        # state again could evict an older checkpoint, which may be better.
-        saving |= bool(failure) and unsaved > int(known[-1].metrics.detection.nonfinite)
+        if failure:
+            # Save only if the state has changed since the newest checkpoint. Saving the same state
+            # again could evict an older checkpoint, which may be better.
+            monitor.heartbeat(f"the saves before step {step}", slow_save)
+            unsaved = range(_newest_checkpoint(trainer) + 1, step + 1)
+            n_trained = sum(s not in skips for s in unsaved)
+            saving |= n_trained > int(known[-1].metrics.detection.nonfinite)
         corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
             result = StepsResult(step, stopping, spike, corrupted)
@@ -187,8 +193,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 
         if saving:
             monitor.heartbeat(f"the checkpoint of step {step}", slow_save)
-            save_checkpoint(run, trainer, step, state)
-            unsaved = 0
+            save_checkpoint(run, trainer, step, state, failure)
 
         # Evaluate after the save, when the state is safe. A run that is being stopped may not have
         # time to evaluate, so the resumed run evaluates first.
@@ -202,8 +207,27 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     profile.close(state)
     batches.close()
     with report.clock.within("save"):
-        checkpoints.close(is_final=result.spike is None and not result.corrupted)
+        try:
+            checkpoints.close(is_final=result.spike is None and not result.corrupted)
+        except UsageError as error:  # on all processes
+            if not result.failure:
+                raise
+            report.info(f"warning: {error}")  # must not hide the failure
     return result
+
+
+def _newest_checkpoint(trainer: Trainer) -> int:
+    """Wait for all saves, and return the step of the newest checkpoint, or 0 if there is none.
+
+    If a save has failed and the run could not continue without it, this logs the error and returns
+    0. All processes must call this.
+    """
+    with trainer.job.report.clock.within("save"):
+        try:
+            return trainer.job.checkpoints.newest_complete() or 0
+        except UsageError as error:  # on all processes
+            trainer.job.report.info(f"warning: {error}")
+            return 0
 
 
 def _find_corruption(
@@ -244,10 +268,13 @@ def evaluate_and_sample(
             trainer.job.report.log(trainer.sample(step, state.params))
 
 
-def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) -> None:
+def save_checkpoint(
+    run: Run, trainer: Trainer, step: int, state: TrainState, failure: str = ""
+) -> None:
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
-    All processes must call this. Raises the same errors as `Checkpoints.save`, and
+    If the run failed at this step, `failure` is the reason, which the checkpoint's JSON then
+    contains. All processes must call this. Raises the same errors as `Checkpoints.save`, and
     `BrokenPipeError` on process 0 if the output pipe is closed.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
@@ -255,5 +282,5 @@ def save_checkpoint(run: Run, trainer: Trainer, step: int, state: TrainState) ->
         meta = {
             **run.checkpoint_meta(trainer.loader, step),
             **checkpoint_json(state, trainer.job.steps.mesh, trainer.job.cluster.size),
-        }
+        } | ({"failure": failure} if failure else {})
         trainer.job.checkpoints.save(step, checkpoint_tree(state), meta)

@@ -24,6 +24,7 @@ from jaxgpt.spikes.policy import (
     decide_rewind,
     finish_rewind,
     pending_rewind,
+    skipped_by,
     skipped_by_rewinds,
 )
 from jaxgpt.tracking.records import CorruptionRecord, DamageRecord, Record
@@ -130,8 +131,9 @@ def _as_of(
             return None
         meta = {} if checkpoint is None else read_meta(run.directory, checkpoint)
         asked = skip_ranges(run.config.replace(train_range_to_skip=tuple(run.asked_to_skip)))
-        rewound = skipped_by_rewinds(run.directory)
-        rewound += [tuple(rewind["skip"])] if rewind else []
+        sizes = dataclasses.replace(run, resume_step=checkpoint, resume_meta=meta).batch_sizes
+        rewound = skipped_by_rewinds(run.directory, sizes)
+        rewound += [skipped_by(rewind, sizes)] if rewind else []
         skip, _ = ranges_to_skip(asked, rewound, checkpoint, meta)
         return {
             "skip": skip,

@@ -25,6 +25,7 @@ from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset
+from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers import (
     FILE,
     SENTENCEPIECE,
@@ -157,7 +158,8 @@ def _check_data(
         blends = meta["config"]["data"].get("blend", []), config.data.blend
         if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
             words = "weights or corpora of data.blend have changed"
-            return [f"warning: the {words}, which changes the order of the data"]
+            effects = _blend_effects(config, meta, dataset)
+            return [f"warning: the {words}, which changes the order of the data{effects}"]
         return []
     if not config.data.accept_changes:
         raise UsageError(
@@ -165,6 +167,21 @@ def _check_data(
             "accept the change with data.accept_changes=True"
         )
     return [f"warning: {what}; accepted by data.accept_changes"]
+
+
+def _blend_effects(config: Config, meta: dict[str, Any], dataset: Dataset) -> str:
+    """Return how many sequences a new data.blend repeats or leaves out, to append to a warning.
+
+    With the new weights, a corpus continues where it would be if they had applied from step 1.
+    """
+    loader = Loader.for_training(dataset, config, batch_sizes=BatchSizes(meta["batch_sizes"]))
+    now = zip(loader.names, loader.tokens_consumed(meta["step"]), strict=True)
+    out = []
+    for name, tokens in now:
+        n = (tokens - meta.get("corpus_tokens", {}).get(name, tokens)) // config.model.block_size
+        if n:
+            out.append(f"{abs(n):,} sequences of {name} are {'left out' if n > 0 else 'repeated'}")
+    return "".join(f"; {effect}" for effect in out)
 
 
 def rate_after_decay(config: Config, resume_step: int | None) -> list[str]:
@@ -272,8 +289,8 @@ def prepare_weights(
     Return the run's config, the weights' folder and step, and the lines to log. `directory` is the
     run directory. Weights in Hugging Face's format are converted and written to the run
     directory. If the weights have a tokenizer, their `COMPANIONS` are copied to the run directory.
-    In the returned config, the path in train.init_from is absolute. If the weights have a tokenizer
-    file but the data has no tokenizer, data.tokenizer is also set.
+    The weights' folder and the path in the returned train.init_from are absolute. If the weights
+    have a tokenizer file but the data has no tokenizer, data.tokenizer is also set.
 
     Raises:
         UsageError: if the weights or their tokenizer cannot be read, if the model does not match
@@ -287,7 +304,7 @@ def prepare_weights(
     if given.startswith(TRANSFORMERS):
         source = transformers_folder(given, "train.init_from=").absolute()
         config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
-        folder = directory / CONVERTED_FOLDER
+        folder = (directory / CONVERTED_FOLDER).absolute()
         convert_in_subprocess(source, folder, key)
     else:
         folder = Path(given).absolute()

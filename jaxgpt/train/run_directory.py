@@ -198,7 +198,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if resume_step is not None:
         notes += lost
         notes += check_resume(config, directory, resume_step, meta, dataset)
-        config, dataset = _with_tokenizer_of_run(config, dataset, directory, meta)
+        config, dataset = with_tokenizer_of_run(config, dataset, directory, meta)
     init_folder, init_step = meta.get("init_from") or (None, None)
     if resume_step is None and config.train.init_from is not None:
         config, folder, init_step, lines = prepare_weights(config, dataset, directory)
@@ -206,7 +206,10 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
-    skip, warnings = ranges_to_skip(asked, skipped_by_rewinds(directory), resume_step, meta)
+    sizes = BatchSizes(meta.get("batch_sizes", ()))
+    sizes = sizes.change_after(resume_step or 0, config.train.batch_size)
+    rewound = skipped_by_rewinds(directory, sizes)
+    skip, warnings = ranges_to_skip(asked, rewound, resume_step, meta)
     notes += warnings + rate_after_decay(config, resume_step) + rate_in_warmup(config)
     config = config.replace(train_range_to_skip=skip)
     return {
@@ -278,7 +281,7 @@ def open_run_data(config: Config) -> Dataset:
         ) from None
 
 
-def _with_tokenizer_of_run(
+def with_tokenizer_of_run(
     config: Config, dataset: Dataset, directory: Path, meta: dict[str, Any]
 ) -> tuple[Config, Dataset]:
     """Return the config and the dataset, with a tokenizer if the run directory has one.
@@ -289,7 +292,7 @@ def _with_tokenizer_of_run(
     file = (meta["tokenizer"] or {}).get("file")
     if dataset.tokenizer is not None or file is None or not (directory / file).exists():
         return config, dataset
-    config = config.replace(data__tokenizer=str(directory))
+    config = config.replace(data__tokenizer=str(directory.absolute()))
     return config, open_run_data(config)
 
 

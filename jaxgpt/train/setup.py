@@ -73,7 +73,8 @@ def set_up(
     mesh = job_mesh(config, cluster.hosts)
     check_memory(config, MeshShape(**mesh.shape), cluster.local_size)
     check_faults(config, mesh.size)
-    cache_use, steps = CacheUse(), make_steps(config, mesh, has_masks=run.dataset.has_masks)
+    cache_use, has_masks = CacheUse(), run.dataset.has_masks
+    steps = make_steps(config, mesh, has_masks=has_masks, hosts=cluster.hosts)
     _check_copies(config, steps)
     report = Reporter(run, steps, clock, cluster)
     report.log_header(facts, _layout_warnings(steps, cluster))
@@ -82,10 +83,14 @@ def set_up(
     if (run.resume_step or 0) < config.train.max_iters:
         checkpoints.open(checkpoint_tree(steps.state_shapes))
     elif not run.missing_records:
-        report.close(
+        line = (
             f"nothing to do: step {run.resume_step} is saved, "
             f"train.max_iters={config.train.max_iters}; give a larger value to continue"
         )
+        failure = run.resume_meta.get("failure")
+        if failure is not None:
+            line = f"error: the run has failed at step {run.resume_step}: {failure}"
+        report.close(line, has_failed=failure is not None)
         return None
 
     cluster.monitor.heartbeat("the setup of the state", SLOW_PHASE)
@@ -120,10 +125,26 @@ def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[s
 
 
 def _check_copies(config: Config, steps: CompiledFunctions) -> None:
-    """Raise `UsageError` if train.verify_interval is set but most parameters have no replica."""
-    if config.train.verify_interval and not has_replicas(steps.state_shapes.params):
+    """Raise `UsageError` if train.verify_interval is set but replicas cannot be compared.
+
+    This is the case if most parameters have no replica. It is also the case if replicas of learned
+    position embeddings may differ by rounding: with a document mask, each `tensor` rank adds up
+    their gradient separately, and GPUs do so in a varying order.
+    """
+    is_on_gpus = steps.mesh.devices.flat[0].platform == "gpu"
+    varies = config.model.position == "learned" and config.data.document_mask
+    is_repeated = steps.mesh.shape["tensor"] > 1 and not config.parallel.sequence_parallel
+    if (every := config.train.verify_interval) == 0:
+        return
+    if is_on_gpus and varies and is_repeated and not config.train.deterministic:
         raise UsageError(
-            f"train.verify_interval={config.train.verify_interval}: mesh {describe(steps.mesh)} "
+            f"train.verify_interval={every}: with data.document_mask, the position embeddings of "
+            "tensor-parallel GPUs may differ by rounding; also set "
+            "parallel.sequence_parallel=True or train.deterministic=True"
+        )
+    if not has_replicas(steps.state_shapes.params):
+        raise UsageError(
+            f"train.verify_interval={every}: mesh {describe(steps.mesh)} "
             "has no replicas of most parameters, so there is nothing to compare; set "
             "train.verify_interval=0, or use data > 1 or a parallel.zero_stage below 3"
         )

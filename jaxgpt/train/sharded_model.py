@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +22,12 @@ from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, we
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.context import split_sequence
-from jaxgpt.parallel.mesh import mesh_axes_with
+from jaxgpt.parallel.mesh import devices_per_host, mesh_axes_with
 from jaxgpt.parallel.pipeline import LayerGroups, Pipeline
 from jaxgpt.parallel.schedule import ACCUMULATE, Schedule
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.parallel.zero import ParamLayout, ShardedParam
-from jaxgpt.perf.hardware import find_device
 
 SLICE_BYTES = 2**29  # target for a slice's activations; larger or much smaller slices are slower
 GRADIENTS_PER_SLICE = 4  # the target is at least this many times the size of the gradients
@@ -107,7 +106,12 @@ class ShardedModel(NamedTuple):
 
 
 def shard_model(
-    config: Config, mesh: Mesh, attend: Attention, n_slices: int = 1, on_cpu: bool = False
+    config: Config,
+    mesh: Mesh,
+    attend: Attention,
+    n_slices: int = 1,
+    on_cpu: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> ShardedModel:
     """Shard the network over a mesh as `config` specifies.
 
@@ -117,6 +121,7 @@ def shard_model(
         attend: the attention function.
         n_slices: number of slices that each device's part of a microbatch is split into.
         on_cpu: whether the devices are CPUs.
+        hosts: the host number of each process, by rank. None means that all devices share a host.
 
     Raises:
         UsageError: if the size of the `tensor` axis does not divide the number of heads or the MLP
@@ -139,8 +144,7 @@ def shard_model(
         on_cpu=on_cpu,
         matmul=matmul if config.train.matmul_dtype is None else float8_matmul,
     )
-    device = find_device(mesh.devices.flat[0].device_kind)
-    per_host = device.devices_per_host if device and device.memory else None  # not for CPUs
+    per_host = None if hosts is None else devices_per_host(mesh, hosts)
     split = split_sequence(config, MeshShape(**mesh.shape), context, attend, visible_keys, per_host)
     graph = gpt_graph(
         config.model,

@@ -1,13 +1,9 @@
 import json
 import math
-import resource
 import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 
-from jaxgpt.bench.loader import peak_bytes
 from jobs import command, environment, run
 
 
@@ -36,10 +32,3 @@ def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_
     assert job.returncode == 2
     errors = [line for line in job.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and f"there is no token data at {tmp_path}/python;" in errors[0]
-
-
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_the_peak_is_in_bytes_on_both_systems(monkeypatch, platform, unit):
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7))
-    assert peak_bytes() == 7 * unit

@@ -2,11 +2,13 @@
 
 import shutil
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from jaxgpt.checkpoint import local as local_module
 from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.local import LocalFolder
 from jaxgpt.checkpoint.metadata import list_checkpoints
@@ -78,6 +80,23 @@ def test_a_slow_run_directory_delays_the_save_after_the_next_not_the_next(
     may_copy.set()
     checkpoints.close()
     assert list_checkpoints(run) == [1, 2]
+
+
+def test_the_time_of_a_save_includes_the_copy(run, tmp_path, monkeypatch):
+    copy, found = local_module._copy_to_disk, []
+
+    def slowly(source, target):
+        if source.endswith("meta/metadata"):  # once for each checkpoint
+            time.sleep(0.5)
+        copy(source, target)
+
+    monkeypatch.setattr(local_module, "_copy_to_disk", slowly)
+    checkpoints = open_run(run, tmp_path)
+    checkpoints.log = found.append
+    checkpoints.save(1, tree(1), META)
+    checkpoints.close()
+    (record,) = found
+    assert record.seconds > record.stalled + 0.49  # clocks differ by a few milliseconds
 
 
 def line(step):

@@ -20,6 +20,7 @@ MODEL = ModelConfig(
     n_layer=3, n_head=4, n_kv_head=2, n_embd=32, block_size=16, vocab_size=150, mlp="swiglu",
     mlp_hidden=48, tie_embeddings=False, qk_norm=True,
 )  # fmt: skip
+ODD = "run #1?%41"  # a folder whose name would have to be quoted in a URL
 
 
 def random_params():
@@ -48,15 +49,15 @@ def write(folder, params):
 @pytest.mark.parametrize("mesh", ["1,1,1", "2,2,2", "1,8,1"])
 def test_any_mesh_reads_what_was_written_in_parts(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(weights_only, "CHUNK_BYTES", 1000)
-    params = random_params()
-    write(tmp_path, params)
+    params, folder = random_params(), tmp_path / ODD
+    write(folder, params)
     config = Config(model=MODEL).replace(parallel__mesh=mesh)
     sizes = mesh_shape(config)
     devices = np.array(jax.devices()[: sizes.n_devices])
     mesh = make_mesh(sizes) if sizes.n_devices == 8 else jax.sharding.Mesh(
         devices.reshape(list(sizes.values())), tuple(sizes)
     )  # fmt: skip
-    found = restore_params(tmp_path, 0, state_shapes(config, mesh).params)
+    found = restore_params(folder, 0, state_shapes(config, mesh).params)
     expected = flat(params)
     for path, array in flat(found).items():
         np.testing.assert_array_equal(array, expected[path])
@@ -65,9 +66,9 @@ def test_any_mesh_reads_what_was_written_in_parts(mesh, tmp_path, monkeypatch):
 def test_layers_and_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(weights_only, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(weights_only, "CHUNK_BYTES", 1000)
-    params = random_params()
-    write(tmp_path, params)
-    reader = WeightsReader(tmp_path, 0)
+    params, folder = random_params(), tmp_path / ODD
+    write(folder, params)
+    reader = WeightsReader(folder, 0)
     for weight, array in zip(jax.tree.leaves(weights(MODEL)), jax.tree.leaves(params), strict=True):
         found = dict(reader.blocks(weight))
         if weight.n_layers:

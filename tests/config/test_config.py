@@ -55,6 +55,26 @@ def test_help_shows_the_defaults_of_the_default_run():
     assert load_config("tiny") == Config()
 
 
+def test_a_misspelled_key_beside_init_from_is_the_only_problem():
+    """The model of the weights is not read then, and 8 does not divide the default's heads."""
+    given = ["train.init_from=weights", "optimizer.learning_rat=1e-5", "--mesh", "1,1,8"]
+    with pytest.raises(UsageError) as raised:
+        parse_args(given, initial_model=lambda path, out: {"n_head": ["8"]})
+    first, *_, corrected = str(raised.value).splitlines()
+    assert first.startswith("optimizer.learning_rat: ") and "n_head" not in str(raised.value)
+    assert "optimizer.learning_rate=1e-5" in corrected
+
+
+def test_other_data_has_another_end_of_text_token(tmp_path):
+    kept = tmp_path / "config.yaml"
+    settings = ("data.dataset=a", "data.document_mask=True", "data.end_of_text=400")
+    kept.write_text(load_config("tiny", *settings).to_yaml())
+    given = ["--config", str(kept), "train.seed=7"]
+    assert parse_args(given).data.end_of_text == 400
+    assert parse_args([*given, "data.dataset=b"]).data.end_of_text is None
+    assert parse_args([*given, "data.dataset=b", "data.end_of_text=0"]).data.end_of_text == 0
+
+
 def test_a_configuration_survives_yaml_and_json():
     config = parse_args(["train.time_limit=1.5", "--train-range-to-skip", "3", "4"])
     assert config_from_dict(config.to_dict(), "test") == config

@@ -153,8 +153,39 @@ def test_megatron_s_constant_rate_has_no_decay():
 
 def test_nanogpt_s_microbatches_divide_the_batch():
     config, notes = parse("config/train_gpt2.py --batch_size=16 --gradient_accumulation_steps=32")
-    assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (512, 32)
+    assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (512, 4)
     assert any("means train.batch_size=512 (32 times --batch_size)" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "n_devices", "expected"),
+    [  # nanoGPT's config/train_gpt2.py has batch_size = 12 and gradient_accumulation_steps = 5 * 8
+        ("--batch_size=20", 4, ("800", "10")),
+        ("--batch_size=20", 16, ("800", "1")),
+        ("--gradient_accumulation_steps=8", 8, ("96", "1")),
+        ("", 8, (None, None)),  # the preset's 480 sequences
+    ],
+)
+def test_nanogpt_s_batch_is_multiplied_by_its_default_accumulation(flags, n_devices, expected):
+    line = translate(["config/train_gpt2.py", *flags.split()], presets(), n_devices=n_devices)
+    keys = "train.batch_size", "train.gradient_accumulation_steps"
+    assert tuple(line.words.get(key, [None])[0] for key in keys) == expected
+
+
+def test_wordplay_s_experiments_have_one_microbatch():
+    config, _ = parse("+experiment=gpt2 --mesh 1,8,1")
+    assert config.train.gradient_accumulation_steps == 1
+    config, _ = parse("+experiment=gpt2 train.gas=2 --mesh 1,8,1")
+    assert config.train.gradient_accumulation_steps == 2
+
+
+def test_flags_with_a_broader_effect_are_explained():
+    small = MEGATRON_SMALL.replace("--mesh", "--attention-dropout 0.0 --eod-mask-loss --mesh")
+    _, notes = parse(small)
+    assert any("also the dropout rate of hidden states" in note for note in notes)
+    assert any("also restricts attention to documents" in note for note in notes)
+    _, notes = parse(f"{small} --hidden-dropout 0.0 --reset-attention-mask")
+    assert not any("also the dropout rate" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -184,8 +184,8 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
             "python -m jaxgpt.train --config gpt2",
         ),
         (
-            "srun -n 4 python -m jaxgpt.train --out 'my runs' train.seed=2",
-            "python -m jaxgpt.launch -n 4 -- python -m jaxgpt.train --out 'my runs' train.seed=2",
+            "srun -n 4 python -m jaxgpt.train --out 'run #2' train.seed=2",
+            "python -m jaxgpt.launch -n 4 -- python -m jaxgpt.train --out 'run #2' train.seed=2",
         ),
     ],
 )
@@ -305,6 +305,22 @@ def test_several_assignments_may_share_a_line(assignments, capsys, monkeypatch):
     given = {"model.n_layer=32", "model.n_embd=4096", "stage=4,data=-1,tensor=2"}
     # Megatron's formula: 1536 / (4 x (192 / (2 x 4)))
     assert given | {"train.gradient_accumulation_steps=16"} <= set(line.split())
+
+
+@pytest.mark.parametrize(
+    ("script", "out"),
+    [
+        ("python train.py --out_dir a --n_layer=4 # don't use 'b' # or \"c", "a"),
+        ("# it's\npython train.py --out_dir \"a #1\" --n_layer=4 # don't", "'a #1'"),
+        ("OUT='it #1' # isn't\npython train.py --out_dir \"$OUT\" --n_layer=4", "'it #1'"),
+        ("python train.py --out_dir a\"b #\"'1 #2' \\\n  --n_layer=4", "'ab #1 #2'"),
+        ('echo "one \\\n # two"; python train.py --out_dir a\\#1 --n_layer=4 #3', "'a#1'"),
+        ("cat << END\nI can't\nEND\npython train.py --out_dir a --n_layer=4 # it's", "a"),
+    ],
+)
+def test_a_comment_starts_outside_quotes(script, out, capsys):
+    line, _ = convert(capsys, script)
+    assert line == f"python -m jaxgpt.train --config gpt2 --out {out} model.n_layer=4"
 
 
 @pytest.mark.parametrize("end", ["; N=8 | tee log", " 2>&1 | tee log", " &> log &", " >& log"])

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -72,6 +73,33 @@ def test_nanogpts_files_are_read_once_the_vocabulary_is_given(tmp_path):
     with pytest.raises(UsageError, match="model.vocab_size=N"):
         opened(tmp_path)
     assert opened(tmp_path, "model.vocab_size=50").vocab_size == 50
+
+
+def test_uint32_tokens_are_not_read_as_uint16_without_a_meta_json(tmp_path):
+    tokens = np.arange(128_256 - 1000, 128_256, dtype=np.uint32)
+    for split in ("train", "val"):
+        tokens.tofile(tmp_path / f"{split}.bin")
+
+    def trained_on(path, *settings):
+        config = load_config(
+            "shakespeare_char_cpu", f"data.path={path}", "data.val_share=0.2", *settings
+        )
+        dataset = open_dataset(config.data, config.model)
+        with_vocabulary(config, dataset)
+        return tokens_of(dataset, "train")
+
+    for path in (tmp_path, tmp_path / "train.bin"):
+        with pytest.raises(UsageError, match=r"model.vocab_size=128256: .* has no meta.json, so "):
+            trained_on(path, "model.vocab_size=128256")
+    # The tokens of a small vocabulary are uint16, even if the model's vocabulary is larger.
+    assert trained_on(tmp_path, "model.vocab_size=128256", "data.tokenizer=byte").size == 2000
+    content = b"{}"  # the meta.json in jaxgpt/data/README.md
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    facts = {"file": "tokenizer.json", "sha256": hashlib.sha256(content).hexdigest()}
+    facts |= {"type": "huggingface", "vocab_size": 128_256, "end_of_text": 128_001}
+    meta = {"dtype": "uint32", "vocab_size": 128_256, "tokenizer": facts}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert (trained_on(tmp_path) == tokens).all()
 
 
 def test_large_vocabularies_take_uint32(tmp_path):

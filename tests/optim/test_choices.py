@@ -49,13 +49,14 @@ def test_help_lists_the_optimizers(capsys):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"name": "adamw"}, 2),  # first and second moment
-        ({"name": "lion"}, 1),
-        ({"name": "muon"}, 1),
-        ({"name": "adafactor"}, 0),  # rows and columns of the second moment
-        ({"name": "sgd"}, 1),
-        ({"name": "sgd", "momentum": 0.0}, 0),
+        ({"name": "adamw"}, (2, 2)),  # first and second moment
+        ({"name": "lion"}, (1, 1)),
+        ({"name": "muon"}, (1, 2)),  # embeddings use AdamW
+        ({"name": "adafactor"}, (0, 0)),  # rows and columns of the second moment
+        ({"name": "sgd"}, (1, 1)),
+        ({"name": "sgd", "momentum": 0.0}, (0, 0)),
     ],
 )
-def test_moments_of_a_matrix(settings, expected):
-    assert n_moments(OptimizerConfig(**settings)) == expected
+def test_moments_of_a_matrix_and_of_an_embedding(settings, expected):
+    config = OptimizerConfig(**settings)
+    assert (n_moments(config), n_moments(config, for_embedding=True)) == expected

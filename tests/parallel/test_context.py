@@ -15,7 +15,10 @@ from jaxgpt.models.attention import TokenPositions, visible_keys, xla_attention
 from jaxgpt.parallel import context, ring
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
+from jaxgpt.perf.hardware import DEVICES
+from jaxgpt.plan.advise import Estimator
 from jaxgpt.plan.program import COMPILE_ONLY
+from jaxgpt.train import sharded_model
 from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices, run, trace
 
@@ -351,3 +354,35 @@ def test_the_implementation_is_chosen_and_the_choice_explained(
     config = load_config(*SMALL, *options.split(), "--mesh", str(shape))
     impl, reason = context.choose_implementation(config, shape, devices_per_host)
     assert impl == expected and why in reason
+
+
+@pytest.mark.parametrize(("per_host", "expected"), [(4, "ring"), (6, "ulysses"), (12, "ulysses")])
+def test_a_group_spans_hosts_unless_the_hosts_are_divided_evenly(per_host, expected):
+    """With 4 devices per host, a group of 3 devices fits on a host, but the second one does not."""
+    T = 3 * context.RING_TOKENS
+    words = ("model.n_head=6", "model.n_embd=48", f"model.block_size={T}", "--mesh")
+    config = load_config(*SMALL, *words, "data=4,context=3")
+    shape = MeshShape(data=4, context=3)
+    assert context.choose_implementation(config, shape, per_host)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("per_host", "uses"),
+    [
+        (2, "ulysses, because it divides the heads, and its devices share a host"),
+        (1, "ring, because it spans hosts, and 32 tokens per device"),
+    ],
+)
+def test_a_run_chooses_by_the_hosts_of_the_job_and_advice_by_its_option(
+    per_host, uses, monkeypatch
+):
+    config = load_config(*SMALL, "--mesh", "context=2").replace(model__vocab_size=65)
+    shape = MeshShape(context=2)
+    monkeypatch.setattr(context, "RING_TOKENS", 32)
+    monkeypatch.setattr(sharded_model, "devices_per_host", lambda mesh, hosts: per_host)
+    with limited_devices(2):
+        steps = make_steps(config, make_mesh(shape), hosts=(0,))
+    assert f"context = 2 uses {uses}" in steps.attention
+    plan = Estimator(config, DEVICES["a100"], per_host).plan(shape, config)
+    kind = "all-to-all" if per_host == 2 else "collective-permute"
+    assert kind in {c.kind for c in plan.program.collectives if c.axes == ("context",)}

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import MeshShape
-from jaxgpt.parallel.mesh import describe, device_hosts, make_mesh, tensor_crosses_hosts_warning
+from jaxgpt.parallel.mesh import (
+    describe,
+    device_hosts,
+    devices_per_host,
+    make_mesh,
+    tensor_crosses_hosts_warning,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,16 @@ def test_data_crosses_hosts_and_tensor_does_not(two_hosts):
 
 def warning(mesh, hosts):
     return tensor_crosses_hosts_warning(MeshShape(**mesh.shape), device_hosts(mesh, hosts))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"), [((0,) * 8, 8), ((0, 1) * 4, 4), ((0, 0, 0, 3, 3, 0, 0, 0), 2)]
+)
+def test_groups_of_devices_per_host_share_a_host(two_hosts, hosts, expected):
+    mesh = make_mesh(MeshShape(8), hosts)
+    assert devices_per_host(mesh, hosts) == expected
+    groups = np.reshape(device_hosts(mesh, hosts), (-1, expected))
+    assert all(len(set(group)) == 1 for group in groups)
 
 
 def test_tensor_across_hosts_works_and_is_said(two_hosts):

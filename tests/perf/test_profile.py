@@ -1,4 +1,7 @@
 import functools
+import re
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +9,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import MeshShape
+from jaxgpt.config import MeshShape, load_config
 from jaxgpt.models.attention import TokenPositions, xla_attention
+from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.hlo import Operation, parse_hlo, read_operations
-from jaxgpt.perf.profile import Event, Tracing, describe, report, summary
+from jaxgpt.perf.profile import Event, StepProfile, Tracing, describe, report, summary
 
 N_STEPS = 3
 SIZE = 512
@@ -35,9 +39,31 @@ def profile(tmp_path_factory):
     tracing = Tracing(directory, ProcessGroup(launcher="test"), out)
     for _ in range(N_STEPS):
         out = compiled(*arguments)
-    found = tracing.stop(out, N_STEPS, compiled.as_text())
+    found = tracing.stop(out, N_STEPS, 1.0, compiled.as_text())
     assert list(directory.glob("plugins/profile/*/*.xplane.pb"))  # where TensorBoard looks
     return found
+
+
+def test_evaluations_and_saves_between_traced_steps_are_not_step_time(tmp_path):
+    step = jax.jit(lambda x: x @ x).lower(jnp.eye(8)).compile()
+    clock, lines = Clock(), []
+    clock.enter("step")
+    traced = StepProfile(
+        SimpleNamespace(config=load_config("tiny", "profile_steps=4:5"), directory=tmp_path),
+        ProcessGroup(launcher="test"),
+        step,
+        SimpleNamespace(clock=clock, info=lines.append),
+    )
+    state = jnp.eye(8)
+    for number in (4, 5):
+        traced.before(number, state)
+        state = step(state)
+        traced.after(number, state)
+        with clock.within("evaluation" if number == 4 else "save"):
+            time.sleep(0.5)
+    (line,) = lines
+    (milliseconds,) = re.findall(r"profile of 2 steps, ([\d.]+) ms each", line)
+    assert float(milliseconds) < 500 / 2
 
 
 def test_every_device_runs_each_operation_once_a_step(profile):
@@ -59,7 +85,6 @@ def test_operations_are_told_apart_by_what_they_are_for(profile):
 
 
 def test_a_model_s_operations_are_found_in_its_source():
-    from jaxgpt.config import load_config
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.train.compiled import make_steps
 

@@ -103,16 +103,20 @@ def test_the_memory_of_a_step_is_estimated_within_a_quarter(mesh, remat):
 
 
 @pytest.mark.parametrize("mesh", ["8,1,1", "1,4,2"])
-def test_an_estimate_includes_the_matmuls_of_muon(mesh):
+def test_an_estimate_includes_the_matmuls_of_muon_and_the_moments_of_adamw(mesh):
     """Each of Newton-Schulz's 5 steps takes 4 R^2 C + 2 R^3 FLOPs for an R x C matrix.
 
     Each layer has four D x D matrices and two D x 4D matrices. There are as many layers as devices.
+    These matrices have one moment, and the embeddings have two. `tensor` does not split positions.
     """
-    D = 512
+    D, L, V, T = 512, 8, 8192, 512
     per_layer = 4 * (4 * D**3 + 2 * D**3) + 2 * (4 * D**2 * 4 * D + 2 * D**3)
     config = load_config(*MEDIUM, "optimizer.name=muon", "--mesh", mesh, *microbatches(1, 8))
     muon = estimated(config, mesh_shape(config), "h100")
     assert muon.program.update_flops == 5 * per_layer
+    fsdp, tensor = muon.mesh["fsdp"], muon.mesh["tensor"]
+    moments = (12 * L * D**2 + 2 * V * D) / (fsdp * tensor) + 2 * T * D / fsdp
+    assert muon.memory.moments == pytest.approx(4 * moments, rel=0.005)
     program = dataclasses.replace(muon.program, update_flops=0)
     without = dataclasses.replace(muon, program=program)
     seconds = 5 * per_layer / (MATMUL_EFFICIENCY * DEVICES["h100"].peak_flops["bfloat16"])

@@ -16,7 +16,7 @@ from jaxgpt.plan import __main__ as plan_command
 from jaxgpt.plan.advise import Advice, reason, search_layouts, train_options
 from jaxgpt.plan.layout import Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
-from jaxgpt.plan.report import advice_report
+from jaxgpt.plan.report import advice_report, plan_report
 from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.allocator import USABLE
 from jaxgpt.train.compiled import make_steps
@@ -261,6 +261,10 @@ def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
         ),
         (("--advise", "8", "parallel.remat=full"), ("parallel.remat=full", "--advise")),
         (("--advise", "8", "train.gradient_accumulation_steps=2"), ("steps=2", "--advise")),
+        (
+            ("--advise", "8", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            ("--tensor-model-parallel-size 2", "--sequence-parallel", "--advise"),
+        ),
         (("--advise", "99999"), ("--advise=99999", "65536")),
         (("--mesh", "6,1,1", "--device", "a100"), ("--devices-per-host=4", "a100", "6")),
         (("--mesh", "2,1,1", "--devices-per-host", "0"), ("--devices-per-host: 0", "at least 1")),
@@ -313,6 +317,7 @@ def test_a_plan_that_does_not_fit_is_printed_even_if_the_search_considers_no_mes
     )  # fmt: skip
     assert job.returncode == 0, job.stdout
     assert "DOES NOT FIT: " in job.stdout and "--advise" not in job.stdout
+    assert "context = 8 uses ulysses, because 256 tokens per device are too few" in job.stdout
 
 
 def test_a_plan_says_that_it_leaves_out_fp8():
@@ -355,7 +360,13 @@ def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbat
 def test_advice_says_that_a_model_is_too_large_for_this_machine():
     config, program = configured("1,1,1"), Program(Memory(2**60, 0, 0))
     plan = Plan(config, mesh_shape(config), DEVICES["cpu"], 1, program)
-    assert "no layout fits on 1 x cpu with " in advice_report(Advice([plan], 1), plan.config)
+    text = advice_report(Advice([plan], 1), plan.config)
+    assert "none of these layouts fits on 1 x cpu with " in text
+    options = f"--mesh {plan.mesh} (1,073,741,824 GiB)"
+    assert (
+        f"none of the layouts that were tried on 1 x cpu fits; the best is {options}; use more "
+        "devices, or try more layouts with --advise 1\n"
+    ) in plan_report(plan, plan)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def settings(mesh, *options):
 def compiled_traffic(config, mesh):
     """Return (kind, axes) -> (number of arrays, bytes), read from the program."""
     with limited_devices(mesh.n_devices):
-        return by_kind_and_axes(compile_step(config, mesh, DEVICES["cpu"]).collectives)
+        return by_kind_and_axes(compile_step(config, mesh, DEVICES["cpu"], 8).collectives)
 
 
 def traffic_in_theory(config, mesh):

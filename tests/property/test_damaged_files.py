@@ -26,6 +26,7 @@ from jaxgpt.config import (
 from jaxgpt.convert import nanogpt, torch_file
 from jaxgpt.convert.families import read_model
 from jaxgpt.convert.safetensors import open_folder, write_folder
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.prepare.writer import megatron_writer
@@ -61,7 +62,7 @@ REWINDS = [
     {"cause": "loss", **NUMBERS, "spike": 9, "to": 0, "skip": [8, 11], "dropped": [1, 10],
      "done": True},
     {"cause": "loss", **NUMBERS, "spike": 18, "to": 10, "skip": [16, 19], "dropped": [11, 20],
-     "done": False},
+     "done": False, "sequences": [30, 37]},
 ]  # fmt: skip
 GOODPUT = {"kind": "goodput", "step": 9, "after": 0, "start": 1.0, "began": 1.0, "ended": 9.0,
            "seconds": {"compile": 5.0, "step": 3.0}, "is_last": False}  # fmt: skip
@@ -188,7 +189,7 @@ def read_checkpoints(home):
 def read_all_rewinds(home):
     for rewind in read_rewinds(home / "run"):
         rewind_line(rewind)
-    skipped_by_rewinds(home / "run")
+    skipped_by_rewinds(home / "run", BatchSizes([(1, 2)]))
     if rewind := pending_rewind(home / "run"):
         commit_rewind(home / "run", rewind, 0)
 

@@ -17,8 +17,14 @@ import urllib.request
 import numpy as np
 import pytest
 
+from blends import write_corpora
+from jaxgpt.config import load_config
+from jaxgpt.inspect import row_text
 from jaxgpt.report import __main__ as report
+from jaxgpt.report.page import sections
 from jaxgpt.report.serve import page_of
+from jaxgpt.tracking.jsonl import json_line
+from jaxgpt.tracking.run_files import RunFiles
 from jobs import environment
 from written_runs import (
     REWIND_STEP,
@@ -100,6 +106,34 @@ def test_a_page_requests_nothing_and_cannot_be_injected(page):
     text = page.read_text()
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=", text)
     assert SAMPLE not in text and html.escape(SAMPLE) in text
+
+
+def test_the_text_behind_a_spike_comes_from_the_place_in_its_record(tmp_path):
+    run, lines = tmp_path / "run", write_corpora(tmp_path)
+    run.mkdir()
+    settings = ("model.block_size=64", "data.val_share=0.05", "train.batch_size=16")
+    config = load_config("tiny", *settings, "--data.blend", *lines)
+    (run / "config.yaml").write_text(config.to_yaml())
+
+    def shown(source, row=500, offset=1234):  # the batch size has changed, too
+        where = {"row": row, "corpus": "name1", "offset": offset, **source}
+        spike = {"kind": "spike", "step": 7, "cause": "loss", "loss": 9.0, "grad_norm": 1.0}
+        (run / "metrics.jsonl").write_text(json_line({**spike, "action": "log", "rows": [where]}))
+        row_text.cache_clear()
+        below = sections([RunFiles(run, "run")], "title")["below"]
+        (text,) = re.findall(r"spike at step 7</summary><pre>(.*?)</pre>", below, re.S)
+        return html.unescape(text)
+
+    path = tmp_path / "corpus1.bin"
+    ids = [(31 * (1234 + i) + 1) % 97 for i in range(config.model.block_size + 1)]
+    text = bytes(ids).decode().replace("\0", "<|endoftext|>")
+    source = {"source": str(path)}
+    assert shown(source) == f"row 500, name1, {path} at token 1,234:\n{text}"
+    assert "row 500 cannot be read: --rows=500: must be" in shown({})  # an older record
+    for place in ({"source": "/gone"}, source | {"offset": 10**6}):
+        said = shown(place, row=3)
+        assert "which its data no longer has\nrow 3, name" in said
+        assert said.startswith("warning: the run trained on tokens 1")
 
 
 def test_differing_settings_are_listed(page):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgpt.cluster import shutdown as exits
-from jaxgpt.config import UsageError
+from jaxgpt.config import UsageError, load_config
+from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.spikes import policy as rewinds
 from jaxgpt.tracking.jsonl import read_records
 from jaxgpt.train import loop, restart, setup
@@ -183,6 +184,35 @@ def test_killed_in_the_middle_a_run_ends_the_same(rewound, tmp_path, place, monk
     assert (tmp_path / "rewinds.json").exists() == is_committed
     assert train_here("--out", tmp_path, *POISONED, *REWIND) == exits.DONE
     assert_same_run(tmp_path, rewound)
+
+
+def decided(directory, saved, *settings, step=36, batch_size=12):
+    config = load_config("tiny", *REWIND, "checkpoint.interval=10", *settings)
+    spike = {"kind": "spike", "step": step, "action": "rewind", "cause": "loss", "loss": 8.0}
+    spike |= {"grad_norm": 1.0, "rows": []}
+    sizes = BatchSizes([(1, batch_size)])
+    config = config.replace(train__batch_size=batch_size)
+    return rewinds.decide_rewind(config, directory, saved, spike, step + 1, sizes)
+
+
+def test_a_batch_size_changed_after_a_rewind_skips_the_same_sequences(tmp_path):
+    rewind = decided(tmp_path, [10, 20, 30])
+    assert (rewind["to"], rewind["skip"]) == (20, list(SKIP))
+    rewinds.commit_rewind(tmp_path, rewind, 20)
+    before = BatchSizes([(1, 12)])
+    assert rewinds.skipped_by_rewinds(tmp_path, before) == [SKIP]
+    after = before.change_after(20, 24)  # 240 sequences up to step 20, then 24 per step
+    bad = range(33 * 12, 42 * 12)  # the sequences of steps 34 to 42
+    (skipped,) = rewinds.skipped_by_rewinds(tmp_path, after)
+    assert skipped == (20 + 1 + (bad[0] - 240) // 24, 20 + 1 + (bad[-1] - 240) // 24)
+
+
+def test_without_a_regular_checkpoint_a_rewind_uses_another(tmp_path):
+    """checkpoint.interval has changed from 10 to 15, and a signal caused the save at step 25."""
+    assert decided(tmp_path, [10, 20, 25, 30], "checkpoint.interval=15")["to"] == 25
+    assert decided(tmp_path, [15, 20, 25, 30], "checkpoint.interval=15")["to"] == 15
+    with pytest.raises(rewinds.NoRewind, match="no checkpoint at or before step 26"):
+        decided(tmp_path, [30], "checkpoint.interval=15")
 
 
 def test_a_rewind_to_a_damaged_checkpoint_goes_further_back(rewound, tmp_path, monkeypatch):

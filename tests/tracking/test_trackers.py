@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import platform
 import resource
 import socket
@@ -536,6 +537,10 @@ def test_a_run_whose_lock_cannot_be_checked_is_running_if_it_wrote_recently(tmp_
     assert RunFiles(tmp_path, "run").state() == "dead"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert RunFiles(tmp_path, "run").state() == "running"
+    ahead = time.time() + 60  # the clock of a file server
+    for file in tmp_path.iterdir():
+        os.utime(file, (ahead, ahead))
+    assert RunFiles(tmp_path, "run").age() == 0
 
 
 def test_a_folder_that_cannot_be_looked_up_is_no_run(tmp_path):

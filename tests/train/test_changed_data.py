@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 
 import numpy as np
@@ -64,7 +65,12 @@ def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_p
     assert train_here("--out", out, "train.max_iters=11") == 0
     lines[0] = lines[0].replace("0.50", "0.7")
     assert train(out, lines, 12, "train.batch_size=32") == 0
-    assert "the weights or corpora of data.blend have changed" in (out / "train.log").read_text()
+    log = (out / "train.log").read_text()
+    assert "the weights or corpora of data.blend have changed" in log
+    # After 11 steps of 16 sequences, the share of name0 changes from 0.5 to 0.7 / 1.2.
+    (n,) = re.findall(r"; ([0-9]+) sequences of name0 are left out", log)
+    assert abs(int(n) - 11 * 16 * (0.7 / 1.2 - 0.5)) <= 1
+    assert " sequences of name1 are repeated" in log
     last = records(out)[-1]
     tokens = sum(corpus["tokens"] for corpus in last["corpora"].values())
     assert tokens == last["consumed_tokens"] == (11 * 16 + 32) * 64

@@ -89,6 +89,45 @@ def test_a_run_whose_last_save_fails_does_not_say_that_it_is_done(tmp_path, monk
     assert list_checkpoints(tmp_path) == [2]
 
 
+@pytest.mark.parametrize(
+    ("full_at", "on_error", "saved"), [((4,), "stop", [2, 5]), ((4, 5), "continue", [2])]
+)
+def test_a_failed_save_does_not_hide_why_a_run_failed(
+    full_at, on_error, saved, tmp_path, monkeypatch
+):
+    save = Checkpoints._save
+
+    def full(self, step, *arguments):
+        if step in full_at:
+            raise OSError(28, "No space left on device")
+        save(self, step, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "_save", full)
+    fault = ("faults.nan_step=5", "spike.max_consecutive_nonfinite=1")
+    settings = ("checkpoint.interval=2", f"checkpoint.on_error={on_error}", "train.max_iters=9")
+    assert train_here(*SMALL, *MESH, *settings, *fault, "--out", tmp_path) == exits.FAILED
+    assert list_checkpoints(tmp_path) == saved
+    log = (tmp_path / "train.log").read_text()
+    for step in full_at:
+        assert log.count(f"checkpoint {step} could not be written (No space left on device)") == 1
+    assert "error: spike.max_consecutive_nonfinite=1: the loss or gradient was not finite" in log
+
+
+def test_a_run_that_failed_at_its_last_step_fails_again(tmp_path):
+    out, metrics = ("--out", tmp_path), tmp_path / "metrics.jsonl"
+    settings = ("train.max_iters=3", "train.eval_interval=3", "spike.action=off")
+    assert train_here(*SMALL, *MESH, *settings, "faults.nan_step=2", *out) == exits.FAILED
+    assert list_checkpoints(tmp_path) == [3]
+    assert train_here(*out) == exits.FAILED
+    log = (tmp_path / "train.log").read_text()
+    assert "error: the run has failed at step 3: train.max_iters=3: the loss of the last st" in log
+    # Its last evaluation may be missing.
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"kind": "eval"' not in line))
+    assert train_here(*out) == exits.FAILED
+    assert [r["step"] for r in records(tmp_path, "eval")] == [3]
+
+
 def test_a_job_saves_by_the_clock(tmp_path, monkeypatch):
     """With 100 s per step, a log line every 2 steps and 9 minutes, it saves every 600 s."""
     now = [0.0]

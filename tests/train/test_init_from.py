@@ -265,11 +265,14 @@ def llama_folder(folder, vocab_size):
 
 
 @pytest.mark.long
-def test_a_folder_of_transformers_is_converted_on_the_way(tmp_path):
+def test_a_folder_of_transformers_is_converted_on_the_way(tmp_path, monkeypatch):
     folder, out = tmp_path / "llama", tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
     tensors = llama_folder(folder, 256)
     given = (*OTHERS, f"train.init_from=hf:{folder}", "train.max_iters=1", "train.batch_size=4")
-    assert train_here(*given, *STILL, "--out", out, "--mesh", "1,2,2") == 0
+    assert train_here(*given, *STILL, "--out", "run", "--mesh", "1,2,2") == 0
+    # The run may be resumed from another working directory.
+    assert read_meta(out, 1)["init_from"] == [str(out / "init_from"), 0]
     model = config_from_file(out / "config.yaml").model
     assert (model.position, model.n_kv_head, model.mlp_hidden) == ("rope", 2, 48)
     embedding = params_of(out, 1)["['params']['token_embedding']['embedding']"]
@@ -285,9 +288,10 @@ def test_data_of_another_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_data_of_another_tokenizer_is_refused(tmp_path, gpt2_folder):
+def test_data_of_another_tokenizer_is_refused(tmp_path, gpt2_folder, monkeypatch):
     folder, ours = tmp_path / "llama", tmp_path / "ours"
-    given = ("--out", tmp_path / "run", "train.batch_size=4", "--mesh", "1,1,1")
+    monkeypatch.chdir(tmp_path)
+    given = ("--out", "run", "train.batch_size=4", "--mesh", "1,1,1")
     llama_folder(folder, 50257)
     for theirs, name in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
         shutil.copy(gpt2_folder / theirs, folder / name)

@@ -1,5 +1,9 @@
 """`train.verify_interval` compares the replicas of parameters on several devices."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from jaxgpt.checkpoint.replicas import devices_that_differ, has_replicas
@@ -7,6 +11,7 @@ from jaxgpt.cluster import shutdown as exits
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.spikes.faults import flip_bit
+from jaxgpt.train import setup
 from jaxgpt.train.compiled import make_steps
 from jobs import SMALL, checkpoint_arrays, losses, records, train_here
 
@@ -39,6 +44,19 @@ def test_a_flipped_bit_is_found_on_its_device(mesh, device, found):
 def test_without_copies_there_is_nothing_to_compare():
     params = params_on("1,8,1")
     assert not has_replicas(params) and devices_that_differ(params) == []
+
+
+@pytest.mark.parametrize(
+    "remedy", ["", "parallel.sequence_parallel=True", "train.deterministic=True"]
+)
+def test_replicas_that_may_differ_by_rounding_are_refused_on_gpus(remedy, monkeypatch):
+    settings = ("data.document_mask=True", "model.position=learned", "train.verify_interval=5")
+    config = load_config("tiny", *settings, *remedy.split())
+    gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), shape={"tensor": 2})
+    steps = SimpleNamespace(mesh=gpu, state_shapes=SimpleNamespace(params=None))
+    monkeypatch.setattr(setup, "has_replicas", lambda params: True)
+    with nullcontext() if remedy else pytest.raises(UsageError, match="may differ by rounding"):
+        setup._check_copies(config, steps)
 
 
 def test_a_mesh_without_copies_is_refused(tmp_path):

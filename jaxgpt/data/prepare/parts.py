@@ -27,6 +27,7 @@ from jaxgpt.data.nanogpt import mask_path
 from jaxgpt.data.prepare.chat_template import template_files
 from jaxgpt.data.prepare.files import Advance
 from jaxgpt.data.prepare.text import InputFile, encode_files
+from jaxgpt.data.prepare.writer import SCRATCH
 from jaxgpt.data.source import PARTS
 from jaxgpt.data.tokenizers import Tokenizer
 
@@ -56,17 +57,19 @@ def parts_folder(directory: Path) -> Iterator[Path]:
     """Yield a folder for the parts of a dataset, and delete it when the block ends.
 
     If the block raises an exception, completed parts are kept. If no part is complete, the folder
-    is deleted. `directory` is also deleted if it is new and empty. Raises `OSError` if `directory`
-    cannot be written.
+    is deleted. `directory` is also deleted if it is new and empty. Temporary files of commands that
+    were killed are deleted, so no other command may be writing to `directory`. Raises `OSError` if
+    `directory` cannot be written.
     """
     is_new = not directory.exists()
     folder = directory / PARTS
     folder.mkdir(parents=True, exist_ok=True)
-    _delete_unfinished(folder)  # left by a command that was killed
+    _delete(folder, _UNFINISHED)  # left by a command that was killed
+    _delete(directory, SCRATCH)
     try:
         yield folder
     except BaseException:
-        _delete_unfinished(folder)
+        _delete(folder, _UNFINISHED)
         for path in (folder, directory) if is_new else (folder,):
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
@@ -74,8 +77,8 @@ def parts_folder(directory: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _delete_unfinished(folder: Path) -> None:
-    for path in folder.glob(f"{_UNFINISHED}*"):
+def _delete(folder: Path, prefix: str) -> None:
+    for path in folder.glob(f"{prefix}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -17,6 +17,7 @@ from jaxgpt.data.source import ALL_SPLITS, SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
 from jaxgpt.data.tokenizers import Tokenizer
 
+SCRATCH = ".preparing-"  # prefix of temporary folders
 _LONGEST = 2**31 - 1  # maximum document length in a Megatron-LM .idx file, in tokens
 
 
@@ -36,7 +37,7 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".preparing-") as scratch:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=SCRATCH) as scratch:
             yield Path(scratch)
             for name in sorted(os.listdir(scratch), key=lambda name: (name == "meta.json", name)):
                 os.replace(Path(scratch) / name, directory / name)

@@ -89,8 +89,9 @@ class MetricsBuffer:
         if all(r.step != last or np.isfinite(r.metrics.loss) for r in readings):
             return ""
         return (
-            f"train.max_iters={last}: the loss of the last step is not finite; start again with an "
-            f"optimizer.learning_rate below {self._config.optimizer.learning_rate:g}"
+            f"train.max_iters={last}: the loss of the last step is not finite; start again in a "
+            "new run directory with an optimizer.learning_rate below "
+            f"{self._config.optimizer.learning_rate:g}"
         )
 
 

@@ -100,7 +100,8 @@ class Reporter:
             n_devices=mesh.size,
             peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
         )
-        warnings = (*warnings, *self._rates.slow_step_warnings())
+        if mesh.devices.flat[0].platform == "cpu":
+            warnings = (*warnings, *self._rates.slow_step_warnings())
         about = self._run, self._steps, self._rates, facts, warnings
         full, short = header_lines(*about), summary_lines(*about)
         if self._rates.peak is None:
@@ -432,8 +433,6 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
     `slowest_over_mean`. Raises `UsageError` if train.log_columns contains an unknown name.
     """
     figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
-    if n_processes == 1:
-        del figures["slowest_over_mean"]
     names = {figure.short or name: name for name, figure in figures.items()}
     for column in config.train.log_columns:
         name = names.get(column, column)
@@ -442,6 +441,8 @@ def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
                 f"train.log_columns={column}: unknown column; choose from {', '.join(names)}"
             )
         figures[name] = figures[name]._replace(rank=-1)
+    if n_processes == 1:
+        del figures["slowest_over_mean"]
     return figures
 
 

@@ -138,7 +138,7 @@ def test_a_cut_keeps_masks_with_their_tokens(tmp_path):
         assert (mask == (text != ord("p"))).all()  # completions and end-of-text tokens
 
 
-def test_text_that_is_not_divided_trains_and_is_a_test_split(tmp_path):
+def test_text_that_is_not_divided_trains_and_is_a_test_split(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("to be or not to be " * 100)
 
     def prepared(*options):
@@ -156,7 +156,18 @@ def test_text_that_is_not_divided_trains_and_is_a_test_split(tmp_path):
     assert prepared("--val-share", "0") == {"train.bin", "meta.json"}
     assert opened() == {"train": 1881, "val": 19}  # data.val_share is 0.01
     assert opened(None) == {"train": 1900}
-    assert prepared("--split", "test") == {"test.bin", "meta.json"}
+    for _ in range(2):  # even with --overwrite, a test split never replaces training data
+        with pytest.raises(SystemExit):
+            prepared("--split", "test")
+        assert f"--split test: would delete {tmp_path}/d/train.bin; " in capsys.readouterr().err
+        assert opened(None) == {"train": 1900}
+    assert prepared("--split", "train") == {"train.bin", "meta.json"}
+    assert f"; train on it with data.path={tmp_path}/d" in capsys.readouterr().out
+    (tmp_path / "d" / "train.bin").unlink()
+    for _ in range(2):
+        assert prepared("--split", "test") == {"test.bin", "meta.json"}
+        said = f"; evaluate on it with --split test data.path={tmp_path}/d\n"
+        assert capsys.readouterr().out.endswith(said)
     assert opened(["test"]) == opened(None) == {"test": 1900}
     with pytest.raises(UsageError, match="has no split train, but only test; give other data, or"):
         opened()

@@ -13,6 +13,7 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare import parts
 from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.writer import scratch_folder
 from jaxgpt.data.source import PARTS
 from jobs import command, environment, load_config
 
@@ -66,6 +67,9 @@ def test_a_killed_command_tokenizes_only_the_other_files(format_, tmp_path, toke
         job.kill()
     last.unlink()
     last.write_bytes(content)
+    with scratch_folder(out) as scratch:  # left by a command that was killed while joining parts
+        (out / f"{scratch.name}0").mkdir()
+        (out / f"{scratch.name}0" / "train.bin").write_bytes(content)
     changed = corpus / "2.jsonl"  # also tokenized again, because it may have other text
     changed.write_bytes(changed.read_bytes())
     tokenized.clear()
