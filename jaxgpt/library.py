@@ -24,7 +24,9 @@ from jaxgpt.config import (
     MeshShape,
     UsageError,
     checked,
+    config_from_dict,
     expand_user,
+    in_words,
     is_help,
     mesh_shape,
     parse_args,
@@ -277,8 +279,8 @@ class Trainer:
 
         Raises `UsageError` if the initial weights cannot be read or do not match the configuration
         or the data, or if JAX failed during the last step. Raises `OSError` if train.init_from is
-        set and a temporary folder cannot be created, or a file cannot be copied to it or read from
-        it. Raises `RuntimeError` if JAX fails.
+        set and a temporary folder cannot be created, or a file cannot be copied to it. Raises
+        `RuntimeError` if JAX fails.
         """
         with self._lock:
             return copied(self._current_state())
@@ -547,10 +549,10 @@ class Trainer:
 
         Raises:
             UsageError: if `run` or `step` is invalid or there is no such checkpoint, if the
-                checkpoint, the run's tokenizer or rewinds.json is damaged or cannot be read, if the
-                checkpoint does not fit the configuration or the data (see `check_resume`), if
-                checkpoint.resume is False, or if `train` or `restore` is running.
-            OSError: if the run has files of a Hugging Face model that cannot be read.
+                checkpoint, the run's tokenizer, rewinds.json or a file of the weights' Hugging Face
+                model is damaged or cannot be read, if the checkpoint does not fit the configuration
+                or the data (see `check_resume`), if checkpoint.resume is False, or if `train` or
+                `restore` is running.
             RuntimeError: if JAX fails.
         """
         with self._alone():
@@ -568,7 +570,10 @@ class Trainer:
             self.cluster.run_on_all(check_resume, self.config, directory, step, meta, self.dataset)
         )
         sizes = dataclasses.replace(self._run, resume_step=step, resume_meta=meta).batch_sizes
-        asked, rewound = skip_ranges(self.config), skipped_by_rewinds(directory, sizes)
+        # The ranges of this trainer (without those of a run restored earlier) and of the run.
+        asked = skip_ranges(self.config.replace(train_range_to_skip=self._run.asked_to_skip))
+        asked = [*asked, *skip_ranges(config_from_dict(meta["config"], str(directory)))]
+        rewound = skipped_by_rewinds(directory, sizes)
         skip, notes = ranges_to_skip(asked, rewound, step, meta)
         _warn(notes)
         _, dataset = self.cluster.run_on_all(
@@ -617,8 +622,12 @@ def _cluster(cluster: ProcessGroup | None, caller: str) -> ProcessGroup:
 
 
 def _read_companions(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the `COMPANIONS` in a folder. Raises `OSError` if reading fails."""
-    return {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    """Return the contents of the `COMPANIONS` in a folder. Raises `UsageError` if reading fails."""
+    files = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    try:
+        return {file.name: file.read_bytes() for file in files}
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be read ({in_words(error)})") from None
 
 
 @contextlib.contextmanager

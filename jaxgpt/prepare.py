@@ -147,7 +147,7 @@ def check_new(directory: Path, format_: str, overwrite: bool, split: str | None 
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--out {directory}: is a file; give a folder")
     pairs = sorted(directory.glob(f"{glob.escape(megatron_name(directory))}_*_document.*"))
-    folder = [directory / f"{split}{end}" for split in ALL_SPLITS for end in (".bin", ".mask.bin")]
+    folder = [directory / f"{name}{end}" for name in ALL_SPLITS for end in (".bin", ".mask.bin")]
     for path in folder if split else ():
         if path.exists() and path.name.partition(".")[0] != split:
             command = "train" if split == "train" else f"evaluate --split {split}"

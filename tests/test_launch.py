@@ -511,10 +511,12 @@ with socket.create_connection((host, int(port))) as link:
 """
 
 
-def test_a_script_may_go_on_after_training(monkeypatch):
+def test_a_script_may_go_on_after_training(monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "SLOW_DISK", 1.0)
     layout = launchers.place_processes(1, None, None, {})
-    script = ["sh", "-c", '"$0" -c "$1"; sleep 5; exit 7', sys.executable, TRAINS]
+    (tmp_path / "train.py").write_text(TRAINS)
+    (tmp_path / "run.sh").write_text(f"{sys.executable} {tmp_path}/train.py; sleep 5; exit 7")
+    script = ["sh", str(tmp_path / "run.sh")]
     job = Supervisor(layout, lambda layout, environ: [], script, restarts=0)
     assert job.run() == 7  # not killed after 1 s
 

@@ -221,8 +221,11 @@ def test_trainer_and_command_continue_each_others_runs(command, tmp_path):
     assert train_here("--out", command, "--mesh", "1,2,1", "train.max_iters=8") == 0
     assert more == {step: losses(command)[step] for step in (7, 8)}
     second.save(tmp_path / "run")
-    # Steps that have been skipped once stay skipped.
+    # Steps that have been skipped once stay skipped, but not in another run.
     assert second.config.train_range_to_skip == (2, 3)
+    trainer_on("1,2,1").save(tmp_path / "other")
+    second.restore(tmp_path / "other")
+    assert second.config.train_range_to_skip == ()
 
 
 def test_a_trainer_restores_an_earlier_checkpoint_on_another_mesh(tmp_path):

@@ -33,7 +33,7 @@ from jaxgpt.runtime.compile_cache import OFF, use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
 
 PROG = "python -m jaxgpt.bench"
-PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
+PREFIXES = {1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
 
 
 class Value(NamedTuple):
@@ -92,6 +92,7 @@ def format_value(value: Any, unit: str = "") -> str:
         return format_bytes(value)
     if unit in ("", "x"):
         return f"{value:,.4g} {unit}".rstrip() if isinstance(value, float) else f"{value:,}"
+    value = float(f"{value:.3g}")  # so that 999,999 is 1 M
     scale = next((scale for scale in PREFIXES if abs(value) >= scale), min(PREFIXES))
     return f"{value / scale:.3g} {PREFIXES[scale]}{unit}"
 

@@ -49,14 +49,14 @@ def accelerator_expected() -> bool:
 
 
 def count_accelerators() -> int:
-    """Return the number of accelerators on this host, based on device files.
+    """Return the number of this host's accelerators that this process may use, by device files.
 
     Only devices of the first vendor found (NVIDIA, AMD or Google) are counted. Intel accelerators,
     and TPUs without a file /dev/accel*, are not counted. However, if AMD is found first, render
     devices of all vendors are counted. Devices hidden by environment variables are also counted.
     """
-    amd = glob.glob("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
-    return len(glob.glob("/dev/nvidia[0-9]*") or amd or glob.glob("/dev/accel[0-9]*"))
+    amd = _usable("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
+    return len(_usable("/dev/nvidia[0-9]*") or amd or _usable("/dev/accel[0-9]*"))
 
 
 def usable_device_files() -> list[str]:
@@ -64,8 +64,11 @@ def usable_device_files() -> list[str]:
 
     A cgroup can deny access to some of them, as Slurm does for the devices of other tasks.
     """
-    files = [file for pattern in DEVICE_FILES for file in glob.glob(pattern)]
-    return sorted(os.path.basename(f) for f in files if os.access(f, os.R_OK | os.W_OK))
+    return sorted(os.path.basename(f) for pattern in DEVICE_FILES for f in _usable(pattern))
+
+
+def _usable(pattern: str) -> list[str]:
+    return [file for file in glob.glob(pattern) if os.access(file, os.R_OK | os.W_OK)]
 
 
 def own_cpus() -> tuple[int, ...]:

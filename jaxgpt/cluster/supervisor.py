@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -47,7 +48,8 @@ class Supervisor:
                 no limit.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
-        self._runs_python = os.path.basename(command[0]).startswith("python")
+        names = map(os.path.basename, command)
+        self._runs_python = any(re.fullmatch(r"python[0-9.]*", name) for name in names)
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None

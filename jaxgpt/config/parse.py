@@ -590,7 +590,7 @@ def _without(values: Words, keys: set[str], given: Words) -> Words:
 def _unused_dataset(given: Words) -> str | None:
     """Return a note if the command line sets data.dataset and a source that overrides it."""
     keys = _DATA_KEYS & given.keys() - {"data.dataset"}
-    others = sorted(key for key in keys if list(given[key]) != ["None"])
+    others = sorted(key for key in keys if list(given[key]) not in ([], [""], ["None"]))
     if "data.dataset" not in given or not others:
         return None
     return f"data.dataset={given['data.dataset'][0]}: has no effect, because {others[0]} is given"

@@ -546,10 +546,11 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
             words["train.batch_size"] = [str(n * rows)]
             key = "train.gradient_accumulation_steps"
             each, remainder = divmod(n, n_devices or 8)  # by default nanoGPT's 8 GPUs
-            words[key] = [str(1 if remainder else each)]
+            words.setdefault(key, [str(1 if remainder else each)])
             line.notes.append(
-                f"{shown}: means train.batch_size={n * rows} ({n} times --batch_size) and "
-                f"{key}={words[key][0]}; if memory is short, use more microbatches"
+                f"{shown}: means train.batch_size={n * rows}, which is {n} times "
+                f"{line.shown['train.batch_size']}, and {key}={words[key][0]}; if memory is short, "
+                "use more microbatches"
             )
         else:
             line.leave_out(
@@ -740,7 +741,12 @@ def _is_megatron(line: CommandLine) -> bool:
 
 
 def _program(line: CommandLine) -> tuple[str, str]:
-    """Return MaxText or levanter, and its default warm-up fraction; ("", "") for other programs."""
+    """Return MaxText or levanter, and its default warm-up fraction.
+
+    Return ("", "") for other programs, and if jaxgpt's own YAML file has the settings.
+    """
+    if line.words.get("config", [""])[0].endswith((".yaml", ".yml")):
+        return "", ""
     if {"maxtext", "per_device", "output"} & line.later.keys():
         return "MaxText", "0.1"  # warmup_steps_fraction in its base.yml
     names = {_name(shown) for shown in line.shown.values()}

@@ -97,7 +97,8 @@ def to_nanogpt(
     found, nanogpt = vars(model.explicit), vars(expected.explicit)
     differ = [key for key in found if found[key] != nanogpt[key]]
     if differ:
-        words = " ".join(f"model.{key}={getattr(model, key)}" for key in differ)
+        given = [key for key in differ if getattr(model, key) != getattr(expected, key)]
+        words = " ".join(f"model.{key}={getattr(model, key)}" for key in given)
         raise UsageError(f"to-nanogpt: nanoGPT does not support {words}; try to-hf")
     wanted = slots(NANOGPT, model)
     shapes = {name: slot.shape for name, slot in wanted.items()}

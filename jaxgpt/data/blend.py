@@ -116,6 +116,13 @@ def blend_shares(entries: Sequence[BlendEntry]) -> tuple[tuple[Fraction, str], .
     return tuple((entry.weight / whole, entry.corpus) for entry in entries)
 
 
+def consumed_by_corpus(entries: Sequence[BlendEntry], n: int) -> dict[str, int]:
+    """Return how many of the first n sequences of a run come from each corpus, by name."""
+    names = list(dict.fromkeys(entry.corpus for entry in entries))
+    blend = Blend([e.weight for e in entries], [names.index(e.corpus) for e in entries])
+    return dict(zip(names, blend.counts(n), strict=True))
+
+
 class WeightedInterleave:
     """Mapping from sample n to (corpus, index of the sample within that corpus).
 

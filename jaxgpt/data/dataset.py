@@ -176,9 +176,9 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 
     Raises:
         UsageError: if the vocabulary size is less than 2 or at least 2^31, if a nanoGPT source
-            without meta.json may be uint32, or if data.document_mask is set and the end-of-text
-            token is unknown or outside the vocabulary. If `dataset` is None, also raises whatever
-            `vocabulary_size` raises.
+            without meta.json seems to be uint32 or cannot be read, or if data.document_mask is set
+            and the end-of-text token is unknown or outside the vocabulary. If `dataset` is None,
+            also raises whatever `vocabulary_size` raises.
     """
     vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
     config = config.replace(model__vocab_size=vocab_size)
@@ -201,18 +201,22 @@ def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
 
 
 def _check_dtype_is_known(dataset: Dataset) -> None:
-    """Raise `UsageError` if a nanoGPT source has no meta.json and its tokens may be uint32.
+    """Raise `UsageError` if a nanoGPT source has no meta.json and its tokens seem to be uint32.
 
-    uint32 tokens that are read as uint16 pass every other check if the vocabulary is this large.
+    If they are read as uint16, every second token is the upper half of a token, so it is small.
+    Such tokens pass every other check if the vocabulary is large.
     """
-    n_used = dataset.tokenizer.vocab_size if dataset.tokenizer else dataset.vocab_size
     for source in dataset.sources:
-        if source.format.startswith("nanoGPT") and not source.meta and n_used > 2**16:
+        if not source.format.startswith("nanoGPT") or source.meta or dataset.vocab_size <= 2**16:
+            continue
+        tokens = next(iter(source.tokens.values()))
+        start = tokens.read(0, min(tokens.size, 1000))
+        if (start[1::2] <= (dataset.vocab_size - 1) >> 16).all():
             raise UsageError(
                 f"model.vocab_size={dataset.vocab_size}: {source.entry.path} has no meta.json, so "
-                "its tokens are read as uint16, which is too small for this vocabulary; write a "
-                "meta.json with their dtype (see jaxgpt/data/README.md), or prepare the data with "
-                "python -m jaxgpt.prepare"
+                "its tokens are read as uint16, but they seem to be uint32; write a meta.json with "
+                "their dtype (see jaxgpt/data/README.md), or prepare the data with python -m "
+                "jaxgpt.prepare"
             )
 
 

@@ -120,10 +120,9 @@ class Rates:
         }
 
     def slow_step_warnings(self) -> tuple[str, ...]:
-        """Return a warning if a step would take at least five minutes at `CPU_FLOPS` per device.
+        """Return a warning if a step on CPUs would take five minutes or more.
 
-        Call this only for CPU devices.
-
+        The estimate assumes `CPU_FLOPS` per device, so call this only if the devices are CPUs.
         Returns an empty tuple if the step is faster, or if the peak is known.
         """
         flops = self.batch_size * self.block_size * self.flops_per_token / self.n_devices

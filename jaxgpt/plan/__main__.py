@@ -127,7 +127,8 @@ def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> i
 
     Raises:
         UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
-            `rest` has an option that --advise chooses, also as another program's flag.
+            `rest` has an option that --advise chooses, also as another program's flag (but not as
+            nanoGPT's --gradient_accumulation_steps, which mainly sets the batch size).
     """
     shape = mesh_shape(config)
     from jaxgpt.plan.advise import CHOSEN  # imports JAX

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,10 @@ def main(argv: list[str] | None = None) -> None:
             page_report(runs, given, min(width, 100))
         elif given.kind in ("runs", "startup"):
             rows_report(runs, given, width)
-        for run in runs if given.kind in ("goodput", "spikes") else ():
-            if len(runs) > 1:
-                print(f"{run.name}:")
-            is_spikes = given.kind == "spikes"
-            print(spikes_report(run, width, given.png) if is_spikes else goodput_report(run, width))
+        elif given.kind == "goodput":
+            goodput_report(runs, width)
+        else:
+            spikes_report(runs, width, given.png)
 
 
 def page_report(runs: list[RunFiles], given: Any, width: int) -> None:
@@ -194,34 +194,46 @@ def rows_text(rows: list[dict[str, Any]], width: int, keys: int) -> str:
     return "\n".join(table_text(next(table), table, width) for table in tables)
 
 
-def goodput_report(run: RunFiles, width: int) -> str:
-    """Return the goodput and stragglers of a run as text.
+def goodput_report(runs: Sequence[RunFiles], width: int) -> None:
+    """Print the goodput and stragglers of each run.
 
-    Goodput is shown as a table at most `width` columns wide. Raises `UsageError` if the run has no
+    Goodput is shown as a table at most `width` columns wide. Raises `UsageError` if no run has
     goodput records.
     """
-    if not (goodput := goodput_records(run.records["goodput"])):
-        text = f"RUN={run.directory}: its metrics.jsonl has no goodput records"
+    found = [goodput_records(run.records["goodput"]) for run in runs]
+    if not any(found):
+        text = f"RUN={runs[0].directory}: its metrics.jsonl has no goodput records"
         raise UsageError(f"{text}; give a run that has trained a step")
-    lines = map(straggler_line, run.records["straggler"])
-    return "\n".join([goodput_table(goodput, width), *lines])
+    for run, goodput in zip(runs, found, strict=True):
+        _print_name(run, runs)
+        print(goodput_table(goodput, width) if goodput else "no goodput records")
+        for line in map(straggler_line, run.records["straggler"]):
+            print(line)
 
 
-def spikes_report(run: RunFiles, width: int, png: Path | None) -> str:
-    """Return a run's spikes, skips and rewinds as text, and plot the loss curve.
+def spikes_report(runs: Sequence[RunFiles], width: int, png: Path | None) -> None:
+    """Print the spikes, skips and rewinds of each run, and plot the loss curves.
 
-    The lines of the table have at most `width` characters. The plot is written to the file `png`.
+    The lines of the tables have at most `width` characters. The plot is written to the file `png`.
     If `png` is None, nothing is plotted.
 
     Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """
-    lines, path = [spikes_table(sum(run.records.values(), []), width)], run.directory / METRICS
-    if run.n_damaged:
-        lines.append(f"warning: {run.n_damaged} lines of {path} are damaged and were ignored")
     if png is not None:
-        draw_png([run], png, PANELS[:1])
-        lines.append(f"loss curve: {png}")
-    return "\n".join(lines)
+        draw_png(runs, png, PANELS[:1])
+    for run in runs:
+        _print_name(run, runs)
+        print(spikes_table(sum(run.records.values(), []), width))
+        if run.n_damaged:
+            path = run.directory / METRICS
+            print(f"warning: {run.n_damaged} lines of {path} are damaged and were ignored")
+    if png is not None:
+        print(f"loss curve: {png}")
+
+
+def _print_name(run: RunFiles, runs: Sequence[RunFiles]) -> None:
+    if len(runs) > 1:
+        print(f"{run.name}:")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
                     n = i if len(runs) > 1 else [c[2] for c in panel.curves].index(label)
                     look = {"color": COLORS[n % len(COLORS)], **STYLES[style]}
                     look["label"] = "" if style == "raw" or not len(columns["y"]) else name
+                    if np.isfinite(columns["y"]).sum() == 1:  # a line would be invisible
+                        look |= STYLES["points"]
                     axes.plot(columns["steps"], columns["y"], **look)
                 bottom, names = axes.get_ylim()[0], ("kind", "steps", "steps_end", "y")
                 for kind, x, end, y in zip(*map(series[-1].columns.get, names), strict=True):

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxgpt.config import UsageError
 from jaxgpt.inspect import row_text
 from jaxgpt.report.panels import COLORS, MARKS, MAX_POINTS, PANELS, Panel, series_of
@@ -103,7 +105,7 @@ class Plots:
                 if len(source.data["y"]) and (several or len(panel.curves) > 1):
                     look["legend_label"] = run.name if several else label
                 lines.append(fig.line(x, "y", **look, **STYLES[style]))
-                if style == "points":
+                if style == "points" or np.isfinite(source.data["y"]).sum() == 1:
                     fig.scatter(x, "y", **look)
             look = {"source": self._sources[panel.title, i, -1], "color": "color"}
             fig.vstrip(x, f"{x}_end", **look, alpha=0.15)

@@ -57,8 +57,8 @@ class Series(NamedTuple):  # a curve in a panel, or the marks for a run's events
 def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
     """Return one run's curves in a panel, followed by the marks for the run's events.
 
-    The list has the same length for all runs. Each curve has at most `limit` points, or none if it
-    has no finite values. `limit` must be at least 2.
+    The list has the same length for all runs. Each curve has at most `limit` points (and the gaps
+    between rewinds), or none if it has no finite values. `limit` must be at least 2.
     """
     out = []
     for kind, key, label in panel.curves:
@@ -69,6 +69,8 @@ def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Seri
         lines += [("smooth", smoothed(values), limit // 4)] if is_noisy else []
         for style, line, most in lines:
             kept = extremes(line, most)
+            if style == "dropped":  # keep the gaps between rewinds
+                kept = np.union1d(kept, np.flatnonzero(np.isnan(line)))
             out.append(Series(style, label, _columns(run, steps[kept], line[kept])))
     marks, curve, key = events(run.records), out[panel.is_noisy].columns, panel.curves[0][1]
     steps, finite = np.array([mark.step for mark in marks], float), np.isfinite(curve["y"])

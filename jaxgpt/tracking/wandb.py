@@ -85,8 +85,10 @@ class Wandb:
         folder = self._run.directory / "wandb"
         offline = f"wandb sync {folder}/offline-run-*-{self._wandb_run.id}*"
         self.view = self._wandb_run.url or offline
-        for record in read_records(self._run.directory / METRICS) if resume_step else ():
-            is_missing = complete < record["step"] <= resume_step
+        is_resumed = resume_step is not None
+        least = self._step  # 0 in a new W&B run, for the evaluation before step 1
+        for record in read_records(self._run.directory / METRICS) if is_resumed else ():
+            is_missing = least <= record["step"] <= resume_step
             if is_missing and record["kind"] not in PERSISTENT_KINDS:
                 self._log(record)
 

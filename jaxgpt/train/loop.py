@@ -179,13 +179,13 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         report.step(step, metrics, known)
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
-        if failure:
-            # Save only if the state has changed since the newest checkpoint. Saving the same state
+        if failure and not saving:
+            # Also save if the state has changed since the newest checkpoint. Saving the same state
             # again could evict an older checkpoint, which may be better.
             monitor.heartbeat(f"the saves before step {step}", slow_save)
             unsaved = range(_newest_checkpoint(trainer) + 1, step + 1)
             n_trained = sum(s not in skips for s in unsaved)
-            saving |= n_trained > int(known[-1].metrics.detection.nonfinite)
+            saving = n_trained > int(known[-1].metrics.detection.nonfinite)
         corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
             result = StepsResult(step, stopping, spike, corrupted)

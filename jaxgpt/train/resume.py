@@ -23,9 +23,8 @@ from jaxgpt.config import (
 from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.batch_sizes import BatchSizes
-from jaxgpt.data.blend import blend_shares, parse_lines
+from jaxgpt.data.blend import blend_shares, consumed_by_corpus, parse_lines
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers import (
     FILE,
     SENTENCEPIECE,
@@ -158,7 +157,7 @@ def _check_data(
         blends = meta["config"]["data"].get("blend", []), config.data.blend
         if len({blend_shares(parse_lines(lines, "data.blend")) for lines in blends}) > 1:
             words = "weights or corpora of data.blend have changed"
-            effects = _blend_effects(config, meta, dataset)
+            effects = _blend_effects(meta, dataset)
             return [f"warning: the {words}, which changes the order of the data{effects}"]
         return []
     if not config.data.accept_changes:
@@ -169,16 +168,18 @@ def _check_data(
     return [f"warning: {what}; accepted by data.accept_changes"]
 
 
-def _blend_effects(config: Config, meta: dict[str, Any], dataset: Dataset) -> str:
+def _blend_effects(meta: dict[str, Any], dataset: Dataset) -> str:
     """Return how many sequences a new data.blend repeats or leaves out, to append to a warning.
 
     With the new weights, a corpus continues where it would be if they had applied from step 1.
     """
-    loader = Loader.for_training(dataset, config, batch_sizes=BatchSizes(meta["batch_sizes"]))
-    now = zip(loader.names, loader.tokens_consumed(meta["step"]), strict=True)
+    consumed = BatchSizes(meta["batch_sizes"]).consumed(meta["step"])
+    lines = meta["config"]["data"].get("blend", [])
+    then = consumed_by_corpus(parse_lines(lines, "data.blend"), consumed)
+    now = consumed_by_corpus([source.entry for source in dataset.sources], consumed)
     out = []
-    for name, tokens in now:
-        n = (tokens - meta.get("corpus_tokens", {}).get(name, tokens)) // config.model.block_size
+    for name in now:
+        n = now[name] - then.get(name, 0)
         if n:
             out.append(f"{abs(n):,} sequences of {name} are {'left out' if n > 0 else 'repeated'}")
     return "".join(f"; {effect}" for effect in out)
@@ -402,6 +403,7 @@ def ranges_to_skip(
     """
     if step is None:
         return SkipRanges([*asked, *rewound]).flat(), []
-    then = skip_ranges(config_from_dict(meta["config"], f"checkpoint {step}"))
+    saved = skip_ranges(config_from_dict(meta["config"], f"checkpoint {step}"))
+    then = [(first, min(last, step)) for first, last in saved if first <= step]
     ranges, warnings = remaining_ranges(asked, SkipRanges([*then, *rewound]), step)
     return SkipRanges([*ranges, *then, *rewound]).flat(), warnings

@@ -84,6 +84,14 @@ class Run:
         before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
         return before.change_after(self.resume_step or 0, self.config.train.batch_size)
 
+    def config_yaml(self) -> str:
+        """Return the content of config.yaml.
+
+        It lacks the ranges that rewinds skip. They are in rewinds.json, and their steps change if
+        the batch size does.
+        """
+        return self.config.replace(train_range_to_skip=tuple(self.asked_to_skip)).to_yaml()
+
     def consumed_tokens(self, step: int) -> int:
         """Return the number of tokens in all batches up to `step`, including skipped ones."""
         return self.batch_sizes.consumed(step) * self.config.model.block_size
@@ -196,6 +204,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if resume_step is None and (directory / METRICS).exists():
         notes.append(f"no checkpoint in {directory}: the run starts again at step 1")
     if resume_step is not None:
+        asked += skip_ranges(config_from_dict(meta["config"], "checkpoint")) if lost else ()
         notes += lost
         notes += check_resume(config, directory, resume_step, meta, dataset)
         config, dataset = with_tokenizer_of_run(config, dataset, directory, meta)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxgpt.bench.harness import Value, as_json, as_table, open_job
+from jaxgpt.bench.harness import Value, as_json, as_table, format_value, open_job
 from jaxgpt.config import Config
 from jobs import command, environment, process_of
 
@@ -66,3 +66,16 @@ def test_a_result_is_a_table_for_a_person_and_values_for_a_program():
     values = json.loads(as_json(result))
     assert values["seconds"]["most"] == 2.0 and values["profile"] == {"operations": []}
     assert f"jax {values['versions']['jax']}" in last
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.99996, "s", "1 s"),
+        (999_999, "tokens/s", "1 Mtokens/s"),
+        (999_000, "tokens/s", "999 ktokens/s"),
+        (2.5e15, "FLOP/s", "2.5 PFLOP/s"),
+    ],
+)
+def test_numbers_are_rounded_before_their_prefix_is_chosen(value, unit, text):
+    assert format_value(value, unit) == text

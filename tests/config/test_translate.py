@@ -11,6 +11,7 @@ from jaxgpt.config import (
     UsageError,
     aliases,
     describe_batch_size,
+    load_config,
     mesh_shape,
     parse_args,
     with_batch_size,
@@ -133,6 +134,14 @@ def test_schedules_have_the_length_that_their_programs_would_use(line, expected)
     assert found == pytest.approx(expected)
 
 
+def test_an_own_file_s_schedule_is_kept(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(load_config("tiny", "optimizer.warmup_iters=500").to_yaml())
+    flags = "steps=1000 per_device_batch_size=8 learning_rate=1e-3 --mesh 1,1,1"
+    optimizer = parse(f"--config {file} {flags}")[0].optimizer
+    assert (optimizer.warmup_iters, optimizer.lr_decay_iters) == (500, 300)
+
+
 MEGATRON_SMALL = (
     "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "
     "--micro-batch-size 4 --train-iters 100 --mesh 1,1,1"
@@ -154,7 +163,10 @@ def test_megatron_s_constant_rate_has_no_decay():
 def test_nanogpt_s_microbatches_divide_the_batch():
     config, notes = parse("config/train_gpt2.py --batch_size=16 --gradient_accumulation_steps=32")
     assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (512, 4)
-    assert any("means train.batch_size=512 (32 times --batch_size)" in note for note in notes)
+    assert any("train.batch_size=512, which is 32 times --batch_size=16" in note for note in notes)
+    given = "config/train_gpt2.py --batch_size=24 train.gradient_accumulation_steps=2"
+    config, _ = parse(given)
+    assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (960, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
+import json
+
 import numpy as np
 import pytest
 
-from jaxgpt.report.panels import MAX_POINTS, extremes, smoothed
+from jaxgpt.report.panels import MAX_POINTS, PANELS, extremes, series_of, smoothed
+from jaxgpt.tracking.run_files import read_runs
 
 
 @pytest.mark.parametrize("n", [1, 2999, 3001, 20_000, 123_457])
@@ -35,3 +38,22 @@ def test_smoothing_is_the_mean_of_the_finite_values_in_a_window():
     for i in (0, 5, 499, 700, 999):
         assert out[i] == pytest.approx(np.nanmean(values[max(0, i - 10) : i + 11]))
     assert np.isnan(out[[3, 500, 501]]).all()
+
+
+def test_rewinds_stay_apart_in_a_long_run(tmp_path):
+    """Each of two rewinds drops 2,000 steps; there is nothing between them to plot."""
+    rewinds = [
+        {"kind": "rewind", "step": to, "spike": to + 2000, "cause": "loss", "loss": 9.0,
+         "grad_norm": 1.0, "rows": [], "skip": [to + 1999, to + 2001],
+         "dropped": [to + 1, to + 2000],
+         "dropped_losses": [[step, 3.0] for step in range(to + 1, to + 2001)]}
+        for to in (1000, 5000)
+    ]  # fmt: skip
+    steps = [{"kind": "train", "step": s, "loss": 3.0, "skipped": False} for s in (1000, 5000)]
+    records = [steps[0], rewinds[0], steps[1], rewinds[1]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (run,) = read_runs([tmp_path])
+    dropped = next(s for s in series_of(run, PANELS[0], limit=100) if s.style == "dropped")
+    at, losses = dropped.columns["steps"], dropped.columns["y"]
+    last = np.flatnonzero(np.isfinite(losses) & (at <= 3000)).max()  # point of the first rewind
+    assert np.isnan(losses[last + 1]) and len(at) < 110

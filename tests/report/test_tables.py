@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 
@@ -196,7 +197,20 @@ def test_mistakes_are_refused_in_a_sentence(tmp_path):
         assert job.stdout.startswith(f"error: {words}")
 
 
-def test_spikes_are_listed_and_drawn(tmp_path):
+def test_a_run_without_goodput_does_not_hide_that_of_others(tmp_path, capsys):
+    train = {"kind": "train", "step": 1, "loss": 4.0, "skipped": False}
+    goodput = {"kind": "goodput", "step": 1, "after": 0, "start": 1.0, "began": 1.0, "ended": 9.0,
+               "seconds": {"step": 8.0}, "is_last": True}  # fmt: skip
+    for name, records in {"a": [train], "b": [train, goodput]}.items():
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / name / "metrics.jsonl").write_text(lines)
+    report.main(["goodput", str(tmp_path / "a"), str(tmp_path / "b")])
+    first, second = capsys.readouterr().out.split("b:\n")
+    assert first == "a:\nno goodput records\n" and "Goodput" in second
+
+
+def test_spikes_are_listed_and_drawn(tmp_path, capsys):
     rows = [{"row": 3, "loss": 7.5, "corpus": "web", "source": "/data/web", "offset": 8192}]
     numbers = {"loss": 7.25, "grad_norm": 4.5, "median": 3.0, "limit": 3.5, "rows": rows}
     records = [{"kind": "train", "step": s, "loss": 4 - s / 50, "skipped": False} for s in (1, 5)]
@@ -228,6 +242,10 @@ def test_spikes_are_listed_and_drawn(tmp_path):
     ):
         assert all(word in line for word in words), line
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "metrics.jsonl", tmp_path / "other")
+    report.main(["spikes", str(tmp_path), str(tmp_path / "other"), "--png", str(picture)])
+    assert capsys.readouterr().out.count(f"loss curve: {picture}") == 1  # of both runs
     job = run("report", "spikes", tmp_path, "--png", tmp_path / "no" / "where.png")
     assert job.returncode == 2 and f"--png={tmp_path}/no/where.png" in job.stdout
     assert job.stdout.count("\n") == 1

@@ -15,6 +15,7 @@ from jaxgpt.spikes import policy as rewinds
 from jaxgpt.tracking.jsonl import read_records
 from jaxgpt.train import loop, restart, setup
 from jaxgpt.train.reporting.goodput import account, read_goodput
+from jaxgpt.train.resume import ranges_to_skip
 from jobs import SMALL, checkpoint_arrays, losses, records, run, train_here
 
 # By step 36, the model has learned enough for random tokens (loss 8) to stand out.
@@ -203,8 +204,13 @@ def test_a_batch_size_changed_after_a_rewind_skips_the_same_sequences(tmp_path):
     assert rewinds.skipped_by_rewinds(tmp_path, before) == [SKIP]
     after = before.change_after(20, 24)  # 240 sequences up to step 20, then 24 per step
     bad = range(33 * 12, 42 * 12)  # the sequences of steps 34 to 42
-    (skipped,) = rewinds.skipped_by_rewinds(tmp_path, after)
-    assert skipped == (20 + 1 + (bad[0] - 240) // 24, 20 + 1 + (bad[-1] - 240) // 24)
+    rewound = rewinds.skipped_by_rewinds(tmp_path, after)
+    expected = 20 + 1 + (bad[0] - 240) // 24, 20 + 1 + (bad[-1] - 240) // 24
+    assert rewound == [expected]
+    # A checkpoint saved after the rewind has its range with the old steps.
+    saved = load_config("tiny", "--train-range-to-skip", "3", "4", *map(str, SKIP))
+    skip, warnings = ranges_to_skip([], rewound, 24, {"config": saved.to_dict()})
+    assert (skip, warnings) == ((3, 4, *expected), [])
 
 
 def test_without_a_regular_checkpoint_a_rewind_uses_another(tmp_path):

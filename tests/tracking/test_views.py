@@ -25,6 +25,7 @@ from jaxgpt.tracking.records import (
     StartupRecord,
     TrainRecord,
 )
+from jaxgpt.tracking.wandb import Wandb
 from wandb_server import WandbServer
 
 # What metrics.jsonl calls a number, and its tag.
@@ -193,6 +194,25 @@ def test_a_csv_file_gains_a_column_and_loses_a_row_that_was_cut_off(tmp_path):
         "2,3.0,,,",
         "3,nan,0.5,9,False",
     ]
+
+
+def test_a_new_wandb_run_has_the_evaluation_before_step_1(tmp_path, monkeypatch):
+    """With the file format of `wandb`, but without the package: a process died offline."""
+    logged = []
+    wandb_run = SimpleNamespace(
+        id="abc", url=None, define_metric=lambda *a, **k: None,
+        log=lambda values, step: logged.append(step),
+    )  # fmt: skip
+    settings = SimpleNamespace(settings=SimpleNamespace(mode="offline"))
+    fake = SimpleNamespace(
+        Settings=dict, setup=lambda _: settings, init=lambda **k: wandb_run, Html=str
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    records = [{"kind": "eval", "step": 0, "train_loss": 4.0, "val_loss": 4.1}]
+    records += [{"kind": "train", "step": 1, "loss": 3.0, "skipped": False}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    Wandb().open(SimpleNamespace(directory=tmp_path, config=load_config("tiny")), 1)
+    assert logged == [0, 1]
 
 
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):

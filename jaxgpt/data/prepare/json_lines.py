@@ -137,9 +137,10 @@ class LineReader:
         found = find_template(tokenizer, self._format.chat_template)
         if found is None:
             raise UsageError(
-                f"{where}: has messages, but --tokenizer {tokenizer} has no chat template "
-                "(chat_template.jinja, or chat_template in tokenizer_config.json); give a template "
-                "with --chat-template FILE, or use lines with prompt and completion"
+                f"{where}: has messages, but the tokenizer {tokenizer} has no chat template "
+                "(chat_template.jinja, or chat_template in tokenizer_config.json); give another "
+                "tokenizer folder (prepare: --tokenizer, or the template with --chat-template; "
+                "evaluate: data.tokenizer), or use lines with prompt and completion"
             )
         return found
 

@@ -157,7 +157,7 @@ class Reporter:
         self.clock.enter("step")
 
     def _keep_config(self) -> None:
-        atomic_write_text(self._run.directory / "config.yaml", self._config.to_yaml())
+        atomic_write_text(self._run.directory / "config.yaml", self._run.config_yaml())
 
     def _log_goodput(self, record: GoodputRecord) -> None:
         if self._trackers is not None:

@@ -385,7 +385,7 @@ def test_a_malformed_list_of_templates_is_refused(tmp_path, templates):
 
 
 def test_options_that_do_not_fit_the_lines_are_refused(tmp_path, gpt2_folder):
-    with pytest.raises(UsageError, match="--tokenizer byte has no chat template .*--chat-template"):
+    with pytest.raises(UsageError, match="tokenizer byte has no chat template .*--chat-template"):
         prepared(tmp_path, [conversation("a", "b")])
     with pytest.raises(UsageError, match="gpt2 has no chat template"):
         prepared(tmp_path, [conversation("a", "b")], gpt2_folder)
