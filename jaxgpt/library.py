@@ -64,6 +64,7 @@ from jaxgpt.train.resume import (
 )
 from jaxgpt.train.run_directory import (
     Run,
+    asked_to_skip,
     open_run_data,
     prepare_default_data,
     with_absolute_paths,
@@ -571,8 +572,10 @@ class Trainer:
         )
         sizes = dataclasses.replace(self._run, resume_step=step, resume_meta=meta).batch_sizes
         # The ranges of this trainer (without those of a run restored earlier) and of the run.
-        asked = skip_ranges(self.config.replace(train_range_to_skip=self._run.asked_to_skip))
-        asked = [*asked, *skip_ranges(config_from_dict(meta["config"], str(directory)))]
+        own = self.config.replace(train_range_to_skip=self._run.asked_to_skip)
+        asked, lost = self.cluster.run_on_all(asked_to_skip, own, directory / "config.yaml")
+        if lost:
+            asked += skip_ranges(config_from_dict(meta["config"], str(directory)))
         rewound = skipped_by_rewinds(directory, sizes)
         skip, notes = ranges_to_skip(asked, rewound, step, meta)
         _warn(notes)

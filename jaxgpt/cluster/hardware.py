@@ -48,15 +48,17 @@ def accelerator_expected() -> bool:
     return False
 
 
-def count_accelerators() -> int:
-    """Return the number of this host's accelerators that this process may use, by device files.
+def count_accelerators(only_usable: bool = False) -> int:
+    """Return the number of accelerators on this host, based on device files.
 
     Only devices of the first vendor found (NVIDIA, AMD or Google) are counted. Intel accelerators,
     and TPUs without a file /dev/accel*, are not counted. However, if AMD is found first, render
     devices of all vendors are counted. Devices hidden by environment variables are also counted.
+    If `only_usable` is True, devices whose files this process may not open are not counted.
     """
-    amd = _usable("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
-    return len(_usable("/dev/nvidia[0-9]*") or amd or _usable("/dev/accel[0-9]*"))
+    find = _usable if only_usable else glob.glob
+    amd = find("/dev/dri/renderD*") if os.path.exists("/dev/kfd") else []
+    return len(find("/dev/nvidia[0-9]*") or amd or find("/dev/accel[0-9]*"))
 
 
 def usable_device_files() -> list[str]:

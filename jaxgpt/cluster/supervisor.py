@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -48,8 +47,8 @@ class Supervisor:
                 no limit.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
-        names = map(os.path.basename, command)
-        self._runs_python = any(re.fullmatch(r"python[0-9.]*", name) for name in names)
+        is_python = os.path.basename(command[0]).startswith("python")
+        self._ends_with_training = is_python or "jaxgpt.train" in command
         self._restarts, self._give_up_after = restarts, give_up_after
         self._good = [*layout.hosts, *layout.spares]
         self._process: asyncio.subprocess.Process | None = None
@@ -149,7 +148,7 @@ class Supervisor:
         while not (await asyncio.wait([ended], timeout=1))[0]:
             patience = SLOW_DISK if self._is_ending else COMMAND
             is_over = self._gone is not None and time.monotonic() - self._gone > patience
-            if is_over and self._runs_python:  # a script may go on after training
+            if is_over and self._ends_with_training:  # a script may go on
                 _say("process 0 has exited, but its launcher has not; killing the launcher")
                 os.killpg(self._process.pid, signal.SIGTERM)  # lets srun end its step
                 if not (await asyncio.wait([ended], timeout=COMMAND))[0]:

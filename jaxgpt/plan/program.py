@@ -77,8 +77,9 @@ def compile_step(
     XLA's CPU compiler is used instead of the device's compiler. The CPU compiler would compute
     bfloat16 in float32, so bfloat16 is replaced by float16, which has the same size. FP8 matmuls
     are replaced by matmuls in train.dtype, and cuDNN attention by another kernel with O(T) memory.
-    Layers are scanned. If the device is `cpu`, only `with_fewer_replicas` changes the step. The
-    data's loss masks are ignored. For `devices_per_host`, see `choose_implementation`.
+    Layers are scanned. If the device is `cpu`, only `with_fewer_replicas` and the choice of
+    parallel.context_impl for `devices_per_host` (see `choose_implementation`) change the step. The
+    data's loss masks are ignored.
 
     `shape` must fit `config`; see `mesh_shape` and `check_batch`. JAX must already simulate the
     devices of the mesh that `with_fewer_replicas` returns, and config.model.vocab_size must be set.

@@ -90,7 +90,8 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
     everyone = zip(cluster.allgather(mine), cluster.hosts, strict=True)
     on_host = [theirs for theirs, host in everyone if host == cluster.hosts[cluster.rank]]
     # An Intel GPU has one device file for several tiles, so use the machine's number of devices.
-    n_seen = count_accelerators() or (cluster.machine.devices_per_host if cluster.machine else 0)
+    n_seen = count_accelerators(only_usable=True)
+    n_seen = n_seen or (cluster.machine.devices_per_host if cluster.machine else 0)
     seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
     return seen, on_host.count(mine), on_host[: cluster.local_rank].count(mine)
 

@@ -33,8 +33,9 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 
     - `spike`: the step of the spike.
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
-    - `skip`: the first and the last step to skip, as a list.
-    - `sequences`: the first and the last sequence of these steps, as a list (not in older files).
+    - `skip`: the first and the last step to skip, as a list, with the batch sizes at the rewind.
+    - `sequences`: the first and the last sequence to skip, as a list. If the batch size changes,
+      these sequences are in other steps. Files from older versions lack this key.
     - `dropped`: the first and the last abandoned step, as a list.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 

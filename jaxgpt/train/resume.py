@@ -169,18 +169,20 @@ def _check_data(
 
 
 def _blend_effects(meta: dict[str, Any], dataset: Dataset) -> str:
-    """Return how many sequences a new data.blend repeats or leaves out, to append to a warning.
+    """Return how many sequences of each corpus a new data.blend repeats or leaves out.
 
-    With the new weights, a corpus continues where it would be if they had applied from step 1.
+    With the new weights, a corpus continues where it would be if they had applied from step 1. The
+    result is appended to a warning. It is empty if the names of the corpora have changed. Weights
+    of sources within a corpus are not compared.
     """
+    if not (lines := meta["config"]["data"].get("blend", [])):
+        return ""  # there is only one source
     consumed = BatchSizes(meta["batch_sizes"]).consumed(meta["step"])
-    lines = meta["config"]["data"].get("blend", [])
     then = consumed_by_corpus(parse_lines(lines, "data.blend"), consumed)
     now = consumed_by_corpus([source.entry for source in dataset.sources], consumed)
     out = []
-    for name in now:
-        n = now[name] - then.get(name, 0)
-        if n:
+    for name in now if now.keys() == then.keys() else ():
+        if n := now[name] - then[name]:
             out.append(f"{abs(n):,} sequences of {name} are {'left out' if n > 0 else 'repeated'}")
     return "".join(f"; {effect}" for effect in out)
 

@@ -41,6 +41,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.data.prepare.builtin import prepare_python
 from jaxgpt.runtime.devices import cpu_devices_per_process
 from jaxgpt.spikes.policy import pending_rewind, skipped_by_rewinds
+from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking import check_trackers
 from jaxgpt.tracking.jsonl import METRICS
 from jaxgpt.tracking.starts import log_start
@@ -87,10 +88,13 @@ class Run:
     def config_yaml(self) -> str:
         """Return the content of config.yaml.
 
-        It lacks the ranges that rewinds skip. They are in rewinds.json, and their steps change if
-        the batch size does.
+        The ranges that rewinds skip after `resume_step` are left out, because they are in
+        rewinds.json, and their steps change if the batch size does. They are kept if they come from
+        an older config.yaml or, because config.yaml was lost, from a checkpoint.
         """
-        return self.config.replace(train_range_to_skip=tuple(self.asked_to_skip)).to_yaml()
+        asked = skip_ranges(self.config.replace(train_range_to_skip=tuple(self.asked_to_skip)))
+        skip, _ = ranges_to_skip(asked, (), self.resume_step, self.resume_meta)
+        return self.config.replace(train_range_to_skip=skip).to_yaml()
 
     def consumed_tokens(self, step: int) -> int:
         """Return the number of tokens in all batches up to `step`, including skipped ones."""
@@ -194,7 +198,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     directory = writable_directory(config, cluster.on_close)
     config = config.replace(out=str(directory))
     log_start(directory, "start", _start_facts(cluster))
-    asked, lost = _asked_to_skip(config, directory / "config.yaml")
+    asked, lost = asked_to_skip(config, directory / "config.yaml")
     if (local := local_folder(config, directory)) is not None:
         notes += local.recover(config.train.log_interval)
     rewind = pending_rewind(directory)
@@ -229,7 +233,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "fingerprints": dataset.fingerprints,
             "resume_step": resume_step,
             "resume_meta": meta,
-            "asked_to_skip": [step for pair in asked for step in pair],
+            "asked_to_skip": SkipRanges(asked).flat(),
             "notes": notes,
             "damaged": [(step, error.reason) for step, error in damaged.items()],
             "missing_records": missing_records(config, dataset, resume_step),
@@ -249,7 +253,7 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
     }
 
 
-def _asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
+def asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the ranges that this command and earlier ones skip, and notes for the log.
 
     Each range is a pair (first step, last step). `kept` is the config.yaml that earlier commands

@@ -77,6 +77,15 @@ def test_data_that_has_changed_stops_a_resume_unless_it_is_accepted(lines, tmp_p
     assert list(losses(out)) == list(range(1, 13))
 
 
+def test_the_same_data_may_be_named_in_another_way(lines, tmp_path):
+    out = tmp_path / "run"
+    path = lines[0].split()[1]
+    arguments = (*SETTINGS, "--out", out)
+    assert train_here(*arguments, f"data.path={path}", "train.max_iters=2") == 0
+    assert train_here(*arguments, "--data.blend", f"1 {path}", "train.max_iters=4") == 0
+    assert "repeated" not in (out / "train.log").read_text()
+
+
 def test_a_run_of_a_file_list_goes_on_without_it(lines, tmp_path):
     out, file_list = tmp_path / "run", tmp_path / "list.txt"
     file_list.write_text("\n".join(lines))
