@@ -150,6 +150,7 @@ def check_settings(command: list[str], n_processes: int, restarts: int) -> None:
 
     config = parse_args(
         argv,
+        prog=f"{os.environ.get(LAUNCH_PREFIX, '')}python -m {TRAIN}",
         initial_model=initial_model,
         saved_settings=saved_settings,
         choices=CHOICES,

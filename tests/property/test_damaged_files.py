@@ -247,14 +247,14 @@ def read_page(home):
 
 # name -> files that are damaged, and what reads them
 READERS = {
-    "report spikes": ("run/metrics.jsonl", lambda home: spikes_report(run_of(home), 80, None)),
+    "report spikes": ("run/metrics.jsonl", lambda home: spikes_report([run_of(home)], 80, None)),
     "report spikes --png": (
-        "run/metrics.jsonl", lambda home: spikes_report(run_of(home), 80, home / "x.png")),
+        "run/metrics.jsonl", lambda home: spikes_report([run_of(home)], 80, home / "x.png")),
     "report startup": ("run/starts.jsonl", lambda home: start_rows("run", home / "run", "dead")),
-    "report goodput": ("run/metrics.jsonl", lambda home: goodput_report(run_of(home), 80)),
+    "report goodput": ("run/metrics.jsonl", lambda home: goodput_report([run_of(home)], 80)),
     "report: texts": ("run/metrics.jsonl", read_page),
     "report: settings": ("run/config.yaml", lambda home: run_of(home).row()),
-    "cluster.json": ("run/cluster.json", lambda home: goodput_report(run_of(home), 80)),
+    "cluster.json": ("run/cluster.json", lambda home: goodput_report([run_of(home)], 80)),
     "records of a resumed run": ("run/metrics.jsonl", go_on),
     "rewinds.json": ("run/rewinds.json", read_all_rewinds),
     "checkpoint JSON": ("run/checkpoints/20/meta/metadata", read_checkpoints),
