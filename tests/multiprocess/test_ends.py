@@ -180,7 +180,7 @@ def test_a_job_goes_on_after_a_save_for_which_one_process_had_no_room(tmp_path):
     assert (failed["step"], failed["latest_complete"]) == (6, 3)
     assert "process 1: File too large" in failed["reason"]
     shown = failed["reason"].replace(f"{tmp_path}/", "")  # the console shows relative paths
-    assert job.stdout.count("warning: ") == 1 and shown in job.stdout
+    assert job.stdout.count("could not be written") == 1 and shown in job.stdout
     assert [r["step"] for r in records(tmp_path, "checkpoint")] == [3, 9]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "9"]
 
