@@ -153,8 +153,8 @@ def row_text(run: Path, step: int, row: int, corpus: str, source: str, offset: i
             ids = tokens.read(offset, length)
             tokens.check_vocab_range(ids, offset, dataset.vocab_size)
             found = {"corpus": corpus, "file": tokens.file.path, "offset": tokens.first + offset}
-            # The other differences do not affect a recorded place.
-            notes = [n for n in differences(config, dataset, run, step) if n == OTHER_DATA]
+            near = _checkpoint_near(run, step)  # only other data affects a recorded place
+            notes = [OTHER_DATA] if near and _has_other_data(dataset, near[1]) else []
         else:
             _, (found,), rows, _, notes = _look_up(config, run, step, str(row))
             ids = rows[row]
@@ -206,6 +206,22 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
     }
 
 
+def _checkpoint_near(run: Path, step: int) -> tuple[int, dict[str, Any]] | None:
+    """Return the step and JSON of the first undamaged checkpoint at or after a step.
+
+    If there is no such checkpoint, return those of the newest undamaged one. Return None if there
+    is none. Raises whatever `valid_checkpoints` raises.
+    """
+    if not (saved := valid_checkpoints(run)):
+        return None
+    at = min((s for s in saved if s >= step), default=max(saved))
+    return at, saved[at]
+
+
+def _has_other_data(dataset: Dataset, meta: dict[str, Any]) -> bool:
+    return source_hashes(meta["data_fingerprint"]) != source_hashes(dataset.fingerprints)
+
+
 def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -> list[str]:
     """Return notes on why a run may not have trained on these rows at this step.
 
@@ -225,14 +241,13 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     rewound = skipped_by_rewinds(run, batch_sizes(run, config)) if run else ()
     if step in SkipRanges([*skip_ranges(config), *rewound]):
         notes.append(f"step {step} is skipped, so the run does not train on its rows")
-    saved = valid_checkpoints(run) if run else {}
-    if not saved:
+    if run is None or (near := _checkpoint_near(run, step)) is None:
         return notes
-    at = min((s for s in saved if s >= step), default=max(saved))
-    then, path, metrics = saved[at], run / "checkpoints" / str(at), run / METRICS
+    at, then = near
+    path, metrics = run / "checkpoints" / str(at), run / METRICS
     starts = [r["step"] for r in read_records(metrics, "start")] if metrics.exists() else []
     has_newer_settings = any(at <= after < step for after in starts)  # in config.yaml
-    if source_hashes(then["data_fingerprint"]) != source_hashes(dataset.fingerprints):
+    if _has_other_data(dataset, then):
         notes.append(OTHER_DATA)
     elif len(dataset.sources) > 1 and not has_newer_settings:
         entries = parse_lines(then["config"]["data"]["blend"], "data.blend")

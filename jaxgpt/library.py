@@ -60,6 +60,7 @@ from jaxgpt.train.resume import (
     initial_model,
     prepare_weights,
     ranges_to_skip,
+    resumed_batch_sizes,
     saved_settings,
 )
 from jaxgpt.train.run_directory import (
@@ -570,7 +571,7 @@ class Trainer:
         _warn(
             self.cluster.run_on_all(check_resume, self.config, directory, step, meta, self.dataset)
         )
-        sizes = dataclasses.replace(self._run, resume_step=step, resume_meta=meta).batch_sizes
+        sizes = resumed_batch_sizes(step, meta, self.config)
         # The ranges of this trainer (without those of a run restored earlier) and of the run.
         own = self.config.replace(train_range_to_skip=self._run.asked_to_skip)
         asked, lost = self.cluster.run_on_all(asked_to_skip, own, directory / "config.yaml")

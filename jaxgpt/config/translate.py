@@ -357,12 +357,9 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
         line.put("train.batch_size_per_device", [str(size)], shown)
     key = "train.gradient_accumulation_steps"
     n = line.words.setdefault(key, ["1"])[0]
-    size = next(
-        f"{key}={line.words[key][0]}"
-        for key in ("train.batch_size_per_device", "train.batch_size")
-        if key in line.words
-    )
-    line.notes.append(f"{shown}: means --config {preset} {size} {key}={n}")
+    sizes = ("train.batch_size_per_device", "train.batch_size")
+    rows = next(f"{name}={line.words[name][0]}" for name in sizes if name in line.words)
+    line.notes.append(f"{shown}: means --config {preset} {rows} {key}={n}")
 
 
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:

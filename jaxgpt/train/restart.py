@@ -31,7 +31,7 @@ from jaxgpt.tracking.records import CorruptionRecord, DamageRecord, Record
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.reporting.metrics import StepMetrics
 from jaxgpt.train.reporting.reporter import Reporter
-from jaxgpt.train.resume import missing_records, ranges_to_skip
+from jaxgpt.train.resume import missing_records, ranges_to_skip, resumed_batch_sizes
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.state import TrainState, restore_state
 
@@ -131,7 +131,7 @@ def _as_of(
             return None
         meta = {} if checkpoint is None else read_meta(run.directory, checkpoint)
         asked = skip_ranges(run.config.replace(train_range_to_skip=tuple(run.asked_to_skip)))
-        sizes = dataclasses.replace(run, resume_step=checkpoint, resume_meta=meta).batch_sizes
+        sizes = resumed_batch_sizes(checkpoint, meta, run.config)
         rewound = skipped_by_rewinds(run.directory, sizes)
         rewound += [skipped_by(rewind, sizes)] if rewind else []
         skip, _ = ranges_to_skip(asked, rewound, checkpoint, meta)

@@ -260,9 +260,17 @@ def batch_sizes(directory: Path, config: Config) -> BatchSizes:
 
     Checkpoints with damaged JSON are ignored. Raises `UsageError` as `valid_checkpoints` does.
     """
-    step, meta = max(valid_checkpoints(directory).items(), default=(0, {}))
+    step, meta = max(valid_checkpoints(directory).items(), default=(None, {}))
+    return resumed_batch_sizes(step, meta, config)
+
+
+def resumed_batch_sizes(step: int | None, meta: dict[str, Any], config: Config) -> BatchSizes:
+    """Return the batch sizes up to a checkpoint, followed by train.batch_size.
+
+    `step` and `meta` are the checkpoint's step and JSON, or None and {} for a new run.
+    """
     before = BatchSizes(meta.get("batch_sizes", ()))
-    return before.change_after(step, config.train.batch_size)
+    return before.change_after(step or 0, config.train.batch_size)
 
 
 def _saved_model(init_from: str) -> ModelConfig:

@@ -52,6 +52,7 @@ from jaxgpt.train.resume import (
     ranges_to_skip,
     rate_after_decay,
     rate_in_warmup,
+    resumed_batch_sizes,
     source_hashes,
 )
 
@@ -82,8 +83,7 @@ class Run:
     @property
     def batch_sizes(self) -> BatchSizes:
         """The batch sizes in the checkpoint, then train.batch_size for all later steps."""
-        before = BatchSizes(self.resume_meta.get("batch_sizes", ()))
-        return before.change_after(self.resume_step or 0, self.config.train.batch_size)
+        return resumed_batch_sizes(self.resume_step, self.resume_meta, self.config)
 
     def config_yaml(self) -> str:
         """Return the content of config.yaml.
@@ -219,8 +219,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
-    sizes = BatchSizes(meta.get("batch_sizes", ()))
-    sizes = sizes.change_after(resume_step or 0, config.train.batch_size)
+    sizes = resumed_batch_sizes(resume_step, meta, config)
     rewound = skipped_by_rewinds(directory, sizes)
     skip, warnings = ranges_to_skip(asked, rewound, resume_step, meta)
     notes += warnings + rate_after_decay(config, resume_step) + rate_in_warmup(config)

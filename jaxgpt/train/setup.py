@@ -131,11 +131,11 @@ def _check_copies(config: Config, steps: CompiledFunctions) -> None:
     position embeddings may differ by rounding: with a document mask, each `tensor` rank adds up
     their gradient separately, and GPUs do so in a varying order.
     """
+    if (every := config.train.verify_interval) == 0:
+        return
     is_on_gpus = steps.mesh.devices.flat[0].platform == "gpu"
     varies = config.model.position == "learned" and config.data.document_mask
     is_repeated = steps.mesh.shape["tensor"] > 1 and not config.parallel.sequence_parallel
-    if (every := config.train.verify_interval) == 0:
-        return
     if is_on_gpus and varies and is_repeated and not config.train.deterministic:
         raise UsageError(
             f"train.verify_interval={every}: with data.document_mask, the position embeddings of "
