@@ -175,6 +175,8 @@ class GPT(nnx.Module):
             w_TD = gather_params(self.position_embedding, self.parallel).embedding[...]
             positions = self.parallel.local_positions(self.positions(batch).positions)
             if self.end_of_text is not None or self.parallel.sequence_axes:
+                if self.end_of_text is not None:  # several tokens may have the same position
+                    w_TD = self.parallel.keep_replicated(w_TD)
                 x_BTD = x_BTD + w_TD[positions]
             else:
                 x_BTD = x_BTD + jax.lax.dynamic_slice_in_dim(w_TD, positions[0], positions.size)

@@ -54,6 +54,24 @@ _all_to_all_sum.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def average_gradient(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return `x`, which is replicated along the mesh axes.
+
+    The backward pass averages the gradient over the axes. Devices may have computed it in different
+    orders, so that their results differ by rounding. The average is the same on all of them.
+    """
+    return x
+
+
+average_gradient.defvjp(
+    lambda x, axes: (x, None),
+    lambda axes, _, gradient: (
+        jax.lax.psum(varying(gradient, frozenset(axes)), axes) / jax.lax.axis_size(axes),
+    ),
+)
+
+
 def gather_batch(own: jax.Array, mesh: Mesh) -> jax.Array:
     """Return the values of the global batch, on every device.
 

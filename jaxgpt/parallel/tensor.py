@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgpt.kernels.linear import matmul, matmul_parts
-from jaxgpt.parallel.collectives import all_gather, reduce_scatter
+from jaxgpt.parallel.collectives import all_gather, average_gradient, reduce_scatter
 from jaxgpt.parallel.zero import ShardedParam, all_gather_param
 
 
@@ -135,6 +135,17 @@ class ParallelContext:
             return positions_T
         T = positions_T.shape[-1] // self.tensor
         return jax.lax.dynamic_slice_in_dim(positions_T, self.tensor_offset(T), T, axis=-1)
+
+    def keep_replicated(self, w: jax.Array) -> jax.Array:
+        """Return `w`, a weight that is replicated over `tensor`, with a replicated gradient.
+
+        Without sequence parallelism, each rank computes the whole gradient. Where the gradient adds
+        rows with the same index, GPUs use a varying order, so the results differ by rounding, and
+        the replicas of the weight would drift apart. They are averaged over `tensor` instead.
+        """
+        if self.tensor == 1 or self.sequence_parallel:
+            return w
+        return average_gradient(w, self.tensor_axes)
 
     def local_vocab_shard(self, w_VD: jax.Array, V: int) -> tuple[jax.Array, Any]:
         """Return this device's rows of an embedding table, and the token ID of the first row.

@@ -208,7 +208,8 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
     Each pass has two all-reduces per layer. The forward pass has one more for the embedding, and
     the backward pass has one more for the output layer. With sequence parallelism, a reduce-scatter
     and an all-gather replace each all-reduce, and the backward pass repeats the all-gathers of the
-    forward pass (section 4.2.2).
+    forward pass (section 4.2.2). Without it, see `ParallelContext.keep_replicated` for position
+    embeddings.
     """
     axes = axes_with("splits_heads")
     if mesh.split_of("splits_heads") == 1:
@@ -225,13 +226,17 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
     def times(purpose: str, kind: str, n: int) -> Traffic:
         return Traffic(kind, axes, n, n * size, f"activations, {purpose}")
 
+    embeddings = work.ticks or work.embeddings  # in the backward pass
     if not config.parallel.sequence_parallel:
+        table = 0
+        if config.data.document_mask and config.model.position == "learned":
+            table = FLOAT32 * config.model.block_size * config.model.n_embd
         return [
+            Traffic("all-reduce", axes, embeddings, embeddings * table, "position embeddings"),
             times("forward", "all-reduce", forward * rows + work.embeddings),
             times("backward", "all-reduce", work.layers * columns + work.heads),
             times("computed again", "all-reduce", work.layers * again),
         ]
-    embeddings = work.ticks or work.embeddings  # in the backward pass
     return [
         times("forward", "all-gather", forward * columns + work.heads),
         times("forward", "reduce-scatter", forward * rows + work.embeddings),

@@ -125,24 +125,9 @@ def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[s
 
 
 def _check_copies(config: Config, steps: CompiledFunctions) -> None:
-    """Raise `UsageError` if train.verify_interval is set but replicas cannot be compared.
-
-    This is the case if most parameters have no replica. It is also the case if replicas of learned
-    position embeddings may differ by rounding: with a document mask, each `tensor` rank adds up
-    their gradient separately, and GPUs do so in a varying order.
-    """
-    if (every := config.train.verify_interval) == 0:
-        return
-    is_on_gpus = steps.mesh.devices.flat[0].platform == "gpu"
-    varies = config.model.position == "learned" and config.data.document_mask
-    is_repeated = steps.mesh.shape["tensor"] > 1 and not config.parallel.sequence_parallel
-    if is_on_gpus and varies and is_repeated and not config.train.deterministic:
-        raise UsageError(
-            f"train.verify_interval={every}: with data.document_mask, the position embeddings of "
-            "tensor-parallel GPUs may differ by rounding; also set "
-            "parallel.sequence_parallel=True or train.deterministic=True"
-        )
-    if not has_replicas(steps.state_shapes.params):
+    """Raise `UsageError` if train.verify_interval is set but most parameters have no replica."""
+    every = config.train.verify_interval
+    if every > 0 and not has_replicas(steps.state_shapes.params):
         raise UsageError(
             f"train.verify_interval={every}: mesh {describe(steps.mesh)} "
             "has no replicas of most parameters, so there is nothing to compare; set "

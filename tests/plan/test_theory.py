@@ -20,6 +20,7 @@ MODEL = (
     f"model.vocab_size={V}", f"train.batch_size={B}",
 )  # fmt: skip
 SP, SCAN = "parallel.sequence_parallel=True", "parallel.scan_layers=True"
+DOCUMENTS = ("data.document_mask=True", "data.end_of_text=10")
 OFFLOAD = ("parallel.offload=state", SCAN)
 POST_NORM = ("model.post_norm=True", "model.position=rope")
 LLAMA = ("model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2", "model.bias=False")
@@ -75,6 +76,7 @@ def long(*layout):
         long("1,1,4", "train.loss_chunk=100"),
         long("1,1,4", SP),
         ("1,1,4", SP, SCAN, "parallel.remat=full"),
+        ("2,1,4", *DOCUMENTS, "train.gradient_accumulation_steps=2"),
         long("2,1,4"),
         ("2,1,4", SP, "model.bias=True"),
         ("2,2,2", SP, "train.gradient_accumulation_steps=2"),
@@ -106,6 +108,7 @@ CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
     [
         ("stage=2,fsdp=2,tensor=2", SP, *PIPELINE),
         long("stage=4,data=2", *PIPELINE),
+        long("stage=2,data=2,tensor=2", *DOCUMENTS, *PIPELINE),
         long("stage=2,data=2,tensor=2", "parallel.remat=full", *PIPELINE),
         long("stage=2,data=2,tensor=2", "parallel.remat=full", SP, *PIPELINE),
         long("stage=2,data=4", *CIRCULAR, *PIPELINE),
