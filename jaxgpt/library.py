@@ -24,7 +24,6 @@ from jaxgpt.config import (
     MeshShape,
     UsageError,
     checked,
-    config_from_dict,
     expand_user,
     in_words,
     is_help,
@@ -51,25 +50,20 @@ from jaxgpt.optim import CHOICES
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
-from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text
 from jaxgpt.tracking.records import EvalRecord
 from jaxgpt.train.resume import (
-    check_resume,
     initial_model,
     prepare_weights,
-    ranges_to_skip,
-    resumed_batch_sizes,
     saved_settings,
 )
 from jaxgpt.train.run_directory import (
     Run,
-    asked_to_skip,
     open_run_data,
     prepare_default_data,
+    resumed,
     with_absolute_paths,
-    with_tokenizer_of_run,
     writable_directory,
 )
 
@@ -568,27 +562,18 @@ class Trainer:
         step = self.cluster.run_on_all(choose_checkpoint, directory, _step(step))
         step = self.cluster.broadcast(step)
         meta = self.cluster.run_on_all(read_meta, directory, step)
-        _warn(
-            self.cluster.run_on_all(check_resume, self.config, directory, step, meta, self.dataset)
-        )
-        sizes = resumed_batch_sizes(step, meta, self.config)
         # The ranges of this trainer (without those of a run restored earlier) and of the run.
         own = self.config.replace(train_range_to_skip=self._run.asked_to_skip)
-        asked, lost = self.cluster.run_on_all(asked_to_skip, own, directory / "config.yaml")
-        if lost:
-            asked += skip_ranges(config_from_dict(meta["config"], str(directory)))
-        rewound = skipped_by_rewinds(directory, sizes)
-        skip, notes = ranges_to_skip(asked, rewound, step, meta)
-        _warn(notes)
-        _, dataset = self.cluster.run_on_all(
-            with_tokenizer_of_run, self.config, self.dataset, directory, meta
+        config, dataset, _, notes = self.cluster.run_on_all(
+            resumed, own, self.dataset, directory, step, meta
         )
+        _warn(notes)
         companions = self.cluster.run_on_all(_read_companions, directory)
         checkpoints = Checkpoints(directory, self.config, self.cluster)
         state = restore_state(checkpoints, step, self.steps.state_shapes)
         init_folder, init_step = meta.get("init_from") or (None, None)
         restored = dataclasses.replace(
-            self._run, config=self.config.replace(train_range_to_skip=skip), dataset=dataset,
+            self._run, config=config.replace(data=self.config.data), dataset=dataset,
             resume_step=step, resume_meta=meta, init_folder=init_folder, init_step=init_step,
         )  # fmt: skip
         with self._lock, _interrupts_deferred():

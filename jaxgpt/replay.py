@@ -116,9 +116,7 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
         OSError: on process 0, if metrics.jsonl cannot be read.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
     """
-    found = cluster.broadcast(
-        cluster.run_on_all(lambda: find_stretches(run, steps) if cluster.is_main else None)
-    )
+    found = cluster.run_on_main(find_stretches, run, steps)
     stretches = [Stretch(*stretch) for stretch in found["stretches"]]
     mesh = mesh or Conditions(*stretches[0].conditions[0]).mesh.replace(" ", ",")
     sizes, differs, repeater = BatchSizes(found["batch_sizes"]), False, None

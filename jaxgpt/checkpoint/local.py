@@ -48,8 +48,6 @@ class LocalFolder:
         probe = checkpoints / f".{cluster.broadcast(uuid.uuid4().hex)}"
 
         def create() -> None:
-            if not cluster.is_main:
-                return
             try:
                 checkpoints.mkdir(parents=True, exist_ok=True)
                 probe.touch()
@@ -69,7 +67,7 @@ class LocalFolder:
                     "setting"
                 )
 
-        cluster.run_on_all(create)
+        cluster.run_on_main(create)
         cluster.run_on_all(check_shared)
         cluster.barrier()
         if cluster.is_main:

@@ -115,6 +115,14 @@ class ProcessGroup:
         self.raise_if_any(error)
         return result
 
+    def run_on_main(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `function` on process 0, and return its result (see `allgather`) on all processes.
+
+        All processes raise any `UsageError` that the call raises. All processes must call this.
+        """
+        own = function if self.is_main else lambda *_: None
+        return self.broadcast(self.run_on_all(own, *arguments))
+
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
     """Return (result, None), or (None, message) if `function` raises a `UsageError`.

@@ -343,10 +343,6 @@ VALUE_SUGGESTIONS = {
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "train.dtype=fp8 train.dtype=float8": "use train.dtype=bfloat16 train.matmul_dtype=float8",
     "train.eval_iters=0": "use train.eval_interval=0 to evaluate only after the last step",
-    "optimizer.schedule=linear": (
-        "use optimizer.schedule=wsd with optimizer.wsd_decay_iters=N, where N is "
-        "optimizer.lr_decay_iters - optimizer.warmup_iters, so that the decay begins after warm-up"
-    ),
 }
 # Maps values in VALUE_SUGGESTIONS to the values in a corrected command.
 VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")

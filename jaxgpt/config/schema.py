@@ -170,16 +170,16 @@ class OptimizerConfig:
     """Optimizer; jaxgpt/optim/README.md compares the choices."""
     learning_rate: NonNegative = 3e-3
     """Peak learning rate; for adafactor, relative to the RMS of each parameter."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning-rate schedule after warm-up: a cosine decay to min_lr (cosine); a constant rate with
-    a short decay to min_lr at the end (wsd: warm-up, stable, decay; arXiv 2404.06395); or a
-    constant rate (constant)."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Learning-rate schedule after warm-up: a cosine or linear decay to min_lr (cosine, linear); a
+    constant rate with a short decay to min_lr at the end (wsd: warm-up, stable, decay; arXiv
+    2404.06395); or a constant rate (constant)."""
     min_lr: float | None = None
     """Final learning rate. None means a tenth of the peak. The constant schedule ignores it."""
     warmup_iters: CountOrZero = 50
     """Number of steps of linear warm-up."""
     lr_decay_iters: Count = 300
-    """Step at which cosine or wsd reaches min_lr, if it is after warm-up; usually train.max_iters.
+    """Step at which the schedule reaches min_lr, if it is after warm-up; usually train.max_iters.
     The two are separate settings, so that a longer run does not change the learning rates of
     earlier steps."""
     wsd_decay_iters: Count | None = None

@@ -663,10 +663,7 @@ def _axis_size(line: CommandLine, axis: str) -> int:
 
 
 def _set_schedule(line: CommandLine) -> None:
-    """Convert lengths given in sequences, in tokens or as a warm-up fraction to steps.
-
-    Also replaces linear decay with an equivalent wsd schedule.
-    """
+    """Convert lengths given in sequences, in tokens or as a warm-up fraction to steps."""
     words, later, unknown = line.words, line.later, set()
     for name in [name for name in later if name.startswith(("samples.", "tokens."))]:
         unit, _, key = name.partition(".")
@@ -680,11 +677,10 @@ def _set_schedule(line: CommandLine) -> None:
         else:
             unknown.add(key)
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
-    is_megatron = _is_megatron(line)
     program, fraction = _program(line)
     end_key, warmup_key = "optimizer.lr_decay_iters", "optimizer.warmup_iters"
     decays = words.get("optimizer.schedule") != ["constant"] and end_key not in unknown
-    if (is_megatron or program) and "train.max_iters" in words and decays:
+    if (_is_megatron(line) or program) and "train.max_iters" in words and decays:
         words.setdefault(end_key, words["train.max_iters"])  # the default of all three programs
         if program and warmup_key not in words and "warmup_fraction" not in later:
             later["warmup_fraction"] = [fraction]
@@ -701,35 +697,17 @@ def _set_schedule(line: CommandLine) -> None:
         else:
             line.put("optimizer.min_lr", [least], shown)
             line.notes.append(f"{shown}: means optimizer.min_lr={least}")
-    # A value may be a shell variable.
-    unknown |= {key for key in words.keys() & {end_key, warmup_key} if _number(line, key) is None}
-    end = None
-    if end_key not in unknown:
-        end = _number(line, end_key) or _number(line, "train.max_iters")
     if "warmup_fraction" in later:
         shown, fraction = line.shown["warmup_fraction"], later["warmup_fraction"][0]
+        given = end_key if end_key in words else "train.max_iters"
+        end = None if end_key in unknown else _number(line, given)
         try:
             steps = int(float(fraction) * end)
         except (ValueError, TypeError, OverflowError):
-            unknown.add(warmup_key)
             line.leave_out(shown, f"{shown}: use optimizer.warmup_iters=N, a number of steps")
         else:
             line.put("optimizer.warmup_iters", [str(steps)], shown)
             line.notes.append(f"{shown}: means optimizer.warmup_iters={steps}")
-    is_linear = words.get("optimizer.schedule") == ["linear"]
-    is_default = is_megatron and "optimizer.schedule" not in words and bool(end or unknown)
-    is_known = not unknown & {end_key, warmup_key}
-    suggestion = aliases.find(aliases.VALUE_SUGGESTIONS, "optimizer.schedule=linear")
-    if end and is_known and (is_linear or is_default):
-        warmup = _number(line, warmup_key) or 0
-        words["optimizer.schedule"] = ["wsd"]
-        words[end_key], words[warmup_key] = [str(end)], [str(warmup)]
-        words["optimizer.wsd_decay_iters"] = [str(end - warmup)]
-        if is_linear:
-            line.problems.append(f"optimizer.schedule=linear: {suggestion}")
-        suggestion = f"means optimizer.schedule=wsd optimizer.wsd_decay_iters={end - warmup}"
-    if is_default:
-        line.notes.append(f"Megatron's default, --lr-decay-style linear: {suggestion}")
 
 
 def _is_megatron(line: CommandLine) -> bool:

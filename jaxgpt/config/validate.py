@@ -428,6 +428,7 @@ def describe_batch_size(config: Config, shape: MeshShape) -> str:
 Choices = Mapping[str, Mapping[str, Sequence[str]]]
 _SCHEDULES = {
     "cosine": ("min_lr", "lr_decay_iters"),
+    "linear": ("min_lr", "lr_decay_iters"),
     "wsd": ("min_lr", "lr_decay_iters", "wsd_decay_iters", "wsd_decay"),
     "constant": (),
 }

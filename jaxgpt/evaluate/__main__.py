@@ -173,9 +173,7 @@ def evaluate(
         )  # fmt: skip
         name = arguments.split or ("val" if arguments.input is None else ALL)
         split = cluster.run_on_all(open_split, trained, name, arguments.stride)
-        n_bytes = cluster.broadcast(
-            cluster.run_on_all(lambda: split.count_bytes() if cluster.is_main else None)
-        )
+        n_bytes = cluster.run_on_main(split.count_bytes)
         if cluster.is_main and split.warnings:
             print(*split.warnings, sep="\n", file=sys.stderr)
         model = Model(split.trained, arguments.batch, cluster)

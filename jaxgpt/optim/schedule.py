@@ -31,8 +31,12 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
 
 def _cosine(config: OptimizerConfig, step: int) -> float:
     """Return (1 + cos(pi x)) / 2 = sin^2(pi (1 - x) / 2) for x from 0 to 1."""
+    return math.sin(math.pi / 2 * _linear(config, step)) ** 2
+
+
+def _linear(config: OptimizerConfig, step: int) -> float:
     length = max(1, config.lr_decay_iters - config.warmup_iters)
-    return math.sin(math.pi / 2 * _left(step, config.warmup_iters + length, length)) ** 2
+    return _left(step, config.warmup_iters + length, length)
 
 
 def _warmup_stable_decay(config: OptimizerConfig, step: int) -> float:
@@ -50,4 +54,9 @@ def _left(step: int, end: int, length: int) -> float:
     return min(max(end - step, 0), length) / length
 
 
-_HEIGHTS = {"cosine": _cosine, "wsd": _warmup_stable_decay, "constant": _constant}
+_HEIGHTS = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _warmup_stable_decay,
+    "constant": _constant,
+}

@@ -139,9 +139,9 @@ class ParallelContext:
     def keep_replicated(self, w: jax.Array) -> jax.Array:
         """Return `w`, a weight that is replicated over `tensor`, with a replicated gradient.
 
-        Without sequence parallelism, each rank computes the whole gradient. Where the gradient adds
-        rows with the same index, GPUs use a varying order, so the results differ by rounding, and
-        the replicas of the weight would drift apart. They are averaged over `tensor` instead.
+        Without sequence parallelism, each rank computes the whole gradient. GPUs add rows with the
+        same index in a varying order, so the results can differ by rounding. They are averaged over
+        `tensor`, because otherwise the replicas of the weight would drift apart.
         """
         if self.tensor == 1 or self.sequence_parallel:
             return w

@@ -122,7 +122,7 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
 
     _keep_stdout_for_python()
     jax.config.update("jax_enable_preemption_service", preemption)
-    coordinator = cluster.broadcast(cluster.run_on_all(_free_address, cluster))
+    coordinator = cluster.run_on_main(_free_address, cluster)
     devices = local_device_ids(cluster)
     if cluster.rank:
         # Try to connect first, because JAX would abort with a stack trace on failure.
@@ -334,13 +334,11 @@ def _keep_stdout_for_python() -> None:
     sys.stdout = open(ours, "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
 
 
-def _free_address(cluster: ProcessGroup) -> str | None:
-    """On process 0, return an address (host:port) for the coordinator. On others, return None.
+def _free_address(cluster: ProcessGroup) -> str:
+    """Return an address (host:port) on process 0's host for the coordinator.
 
     Raises `UsageError` if JAXGPT_COORDINATOR is invalid.
     """
-    if not cluster.is_main:
-        return None
     if given := os.environ.get(COORDINATOR):
         check_address(COORDINATOR, given)
         return given

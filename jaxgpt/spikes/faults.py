@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxgpt.config import Config, UsageError, step_ranges
+from jaxgpt.config import Config, UsageError
 from jaxgpt.parallel.mesh import mesh_axes_with
-from jaxgpt.spikes.skip import SkipRanges
 
 
 def inject_nan(config: Config, loss: jax.Array, mesh: Mesh, step: jax.Array) -> jax.Array:
@@ -85,22 +84,7 @@ def check_faults(config: Config, n_devices: int) -> None:
 
 
 def describe_faults(config: Config) -> list[str]:
-    """Return log lines about the configured faults, if any.
-
-    Raises `UsageError` if faults.random_tokens is malformed.
-    """
-    faults, lines = config.faults, []
-    ranges = SkipRanges(step_ranges("faults.random_tokens", faults.random_tokens))
-    if ranges.ranges:
-        lines.append(f"faults.random_tokens: steps {ranges} train on random tokens")
-    if faults.nan_step is not None:
-        lines.append(
-            f"faults.nan_step: the gradient of device {faults.nan_device} is NaN at step "
-            f"{faults.nan_step}"
-        )
-    if faults.bit_flip_step is not None:
-        lines.append(
-            f"faults.bit_flip_step: a bit in the parameters of device {faults.bit_flip_device} is "
-            f"flipped after step {faults.bit_flip_step}"
-        )
-    return lines
+    """Return a log line about the configured faults, if any."""
+    usual = vars(type(config.faults)())
+    found = [f"{k}={v}" for k, v in vars(config.faults).items() if v != usual[k]]
+    return [f"injected faults: {', '.join(found)}"] if found else []

@@ -94,19 +94,17 @@ def restart_from(
     rewind = cause.rewind or pending_rewind(run.directory)
 
     def commit() -> list[dict[str, str]]:
-        if not job.cluster.is_main:
-            return []
         if rewind is None:
             for step in list_checkpoints(run.directory):
-                if step > (checkpoint or 0) and step not in damaged:
-                    damaged[step] = _json_damage(run.directory, step)
+                if step > (checkpoint or 0):  # otherwise, the run would continue from this one
+                    damaged.setdefault(step, f"the JSON of checkpoint {step} is damaged")
         found = [quarantine(run.directory, s, why) for s, why in sorted(damaged.items())]
         if rewind is not None:
             commit_rewind(run.directory, rewind, checkpoint or 0)
         job.checkpoints.remove_local_after(checkpoint or 0)
         return found
 
-    quarantined = job.cluster.run_on_all(commit)
+    quarantined = job.cluster.run_on_main(commit)
     records: list[Record] = [DamageRecord(step=checkpoint or 0, **one) for one in quarantined]
     if cause.record is not None:
         records.append(dataclasses.replace(cause.record, step=checkpoint or 0))
@@ -126,9 +124,7 @@ def _as_of(
     All processes must call this. Raises `UsageError` and `OSError`, as `restart_from` does.
     """
 
-    def on_process_0() -> dict[str, Any] | None:
-        if not cluster.is_main:
-            return None
+    def on_process_0() -> dict[str, Any]:
         meta = {} if checkpoint is None else read_meta(run.directory, checkpoint)
         asked = skip_ranges(run.config.replace(train_range_to_skip=tuple(run.asked_to_skip)))
         sizes = resumed_batch_sizes(checkpoint, meta, run.config)
@@ -142,7 +138,7 @@ def _as_of(
             "missing_records": missing_records(run.config, run.dataset, checkpoint),
         }
 
-    found = cluster.broadcast(cluster.run_on_all(on_process_0))
+    found = cluster.run_on_main(on_process_0)
     config = run.config.replace(train_range_to_skip=tuple(found.pop("skip")))
     return dataclasses.replace(run, config=config, **found)
 
@@ -153,23 +149,11 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
     Return None if there is no such checkpoint, if `checkpoint` is None, or if
     checkpoint.on_damage=refuse. Raises `UsageError` as `valid_checkpoints` does.
     """
-
-    def on_process_0() -> int | None:
-        # If `checkpoint` is None, the initial weights are damaged.
-        if not cluster.is_main or checkpoint is None or run.config.checkpoint.on_damage == "refuse":
-            return None
-        return max((s for s in valid_checkpoints(run.directory) if s < checkpoint), default=None)
-
-    return cluster.broadcast(cluster.run_on_all(on_process_0))
-
-
-def _json_damage(directory: Path, step: int) -> str:
-    """Return a description of the damage to a checkpoint's JSON."""
-    try:
-        read_meta(directory, step)
-    except DamagedCheckpoint as error:
-        return error.reason
-    raise AssertionError(f"checkpoint {step} of {directory} is newer than the restored checkpoint")
+    # If `checkpoint` is None, the initial weights are damaged.
+    if checkpoint is None or run.config.checkpoint.on_damage == "refuse":
+        return None
+    saved = cluster.run_on_main(lambda: list(valid_checkpoints(run.directory)))
+    return max((step for step in saved if step < checkpoint), default=None)
 
 
 def _read_state(run: Run, job: Job) -> TrainState:
@@ -245,8 +229,6 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
     record = job.report.spike_record(spike)
 
     def on_process_0() -> list[Any]:
-        if not job.cluster.is_main:
-            return []
         try:
             saved = list(valid_checkpoints(run.directory))
             found, sizes = record.to_dict(), run.batch_sizes
@@ -254,7 +236,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
         except NoRewind as why:
             return [None, str(why)]
 
-    rewind, problem = job.cluster.broadcast(job.cluster.run_on_all(on_process_0))
+    rewind, problem = job.cluster.run_on_main(on_process_0)
     if problem:
         job.report.show_spikes()
         raise NoRewind(problem)
@@ -282,10 +264,7 @@ def after_corruption(
         UsageError: on every process, if `newest_undamaged` raises it or `DamagedCheckpoint`.
     """
     on_damage = run.config.checkpoint.on_damage
-    newest = job.cluster.run_on_all(
-        lambda: newest_undamaged(run.directory, on_damage)[0] if job.cluster.is_main else None
-    )
-    checkpoint = job.cluster.broadcast(newest)
+    checkpoint = job.cluster.run_on_main(lambda: newest_undamaged(run.directory, on_damage)[0])
     names = _device_names(devices, job)
     if earlier.count(checkpoint) == MAX_CORRUPTIONS:
         raise DeviceFailed(

@@ -145,9 +145,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
         OSError: on process 0, if metrics.jsonl cannot be read, or if the tokenizer's file or the
             weights' `COMPANIONS` cannot be copied into the run directory.
     """
-    decided = cluster.broadcast(
-        cluster.run_on_all(lambda: _decide(config, cluster) if cluster.is_main else None)
-    )
+    decided = cluster.run_on_main(_decide, config, cluster)
 
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
@@ -198,7 +196,6 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     directory = writable_directory(config, cluster.on_close)
     config = config.replace(out=str(directory))
     log_start(directory, "start", _start_facts(cluster))
-    asked, lost = asked_to_skip(config, directory / "config.yaml")
     if (local := local_folder(config, directory)) is not None:
         notes += local.recover(config.train.log_interval)
     rewind = pending_rewind(directory)
@@ -207,11 +204,8 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     )
     if resume_step is None and (directory / METRICS).exists():
         notes.append(f"no checkpoint in {directory}: the run starts again at step 1")
-    if resume_step is not None:
-        asked += skip_ranges(config_from_dict(meta["config"], "checkpoint")) if lost else ()
-        notes += lost
-        notes += check_resume(config, directory, resume_step, meta, dataset)
-        config, dataset = with_tokenizer_of_run(config, dataset, directory, meta)
+    config, dataset, asked, lines = resumed(config, dataset, directory, resume_step, meta)
+    notes += lines
     init_folder, init_step = meta.get("init_from") or (None, None)
     if resume_step is None and config.train.init_from is not None:
         config, folder, init_step, lines = prepare_weights(config, dataset, directory)
@@ -219,11 +213,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         notes += lines
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
-    sizes = resumed_batch_sizes(resume_step, meta, config)
-    rewound = skipped_by_rewinds(directory, sizes)
-    skip, warnings = ranges_to_skip(asked, rewound, resume_step, meta)
-    notes += warnings + rate_after_decay(config, resume_step) + rate_in_warmup(config)
-    config = config.replace(train_range_to_skip=skip)
+    notes += rate_after_decay(config, resume_step) + rate_in_warmup(config)
     return {
         "config": config.to_dict(),
         "paths": _paths(dataset),
@@ -232,7 +222,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
             "fingerprints": dataset.fingerprints,
             "resume_step": resume_step,
             "resume_meta": meta,
-            "asked_to_skip": SkipRanges(asked).flat(),
+            "asked_to_skip": asked,
             "notes": notes,
             "damaged": [(step, error.reason) for step, error in damaged.items()],
             "missing_records": missing_records(config, dataset, resume_step),
@@ -252,17 +242,32 @@ def _start_facts(cluster: ProcessGroup) -> dict[str, Any]:
     }
 
 
-def asked_to_skip(config: Config, kept: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the ranges that this command and earlier ones skip, and notes for the log.
+def resumed(
+    config: Config, dataset: Dataset, directory: Path, step: int | None, meta: dict[str, Any]
+) -> tuple[Config, Dataset, tuple[int, ...], list[str]]:
+    """Return the config, the data, the ranges that commands skip, and log lines.
 
-    Each range is a pair (first step, last step). `kept` is the config.yaml that earlier commands
-    wrote. If this file is missing or damaged, the notes contain a warning.
+    In the returned config, train_range_to_skip also has the ranges of earlier commands and of
+    rewinds. Earlier commands are read from config.yaml, or from the checkpoint if that file is
+    missing or damaged. If the data has no tokenizer, it gets the tokenizer of the run.
+
+    `step` and `meta` are the step and the JSON of the checkpoint, or None and {} for a new run.
+    Raises whatever `check_resume`, `skipped_by_rewinds` and `with_tokenizer_of_run` raise.
     """
-    asked = list(skip_ranges(config))
+    asked, kept, lines = list(skip_ranges(config)), directory / "config.yaml", []
     try:
-        return asked + list(skip_ranges(config_from_file(kept))), []
+        asked += skip_ranges(config_from_file(kept))
     except UsageError:
-        return asked, [f"warning: {kept} is missing or damaged, and will be rewritten"]
+        if step is not None:
+            asked += skip_ranges(config_from_dict(meta["config"], "checkpoint"))
+            lines = [f"warning: {kept} is missing or damaged, and will be rewritten"]
+    if step is not None:
+        lines += check_resume(config, directory, step, meta, dataset)
+        config, dataset = with_tokenizer_of_run(config, dataset, directory, meta)
+    rewound = skipped_by_rewinds(directory, resumed_batch_sizes(step, meta, config))
+    skip, warnings = ranges_to_skip(asked, rewound, step, meta)
+    config = config.replace(train_range_to_skip=skip)
+    return config, dataset, SkipRanges(asked).flat(), lines + warnings
 
 
 def _check_prompt(prompt: str, dataset: Dataset) -> None:

@@ -184,3 +184,10 @@ def test_a_host_that_cannot_access_the_folder_is_reported(run, tmp_path):
     other_process = ProcessGroup("none", rank=1, host_names=("a", "b"))
     with pytest.raises(UsageError, match="host b cannot see the files"):
         LocalFolder(str(tmp_path / (300 * "x")), run).open(other_process)
+
+
+def test_a_copy_also_removes_older_checkpoints_whose_copies_failed(run, local):
+    for step in (1, 2, 3):
+        (local.directory / "checkpoints" / str(step)).mkdir(parents=True)
+    local.copy_to_run(2)
+    assert list_checkpoints(run) == [2] and list_checkpoints(local.directory) == [3]

@@ -8,6 +8,7 @@ from jaxgpt.checkpoint.metadata import (
     add_checksum,
     is_step,
     list_checkpoints,
+    newest_undamaged,
     quarantine,
     read_meta,
     remove_temporary,
@@ -72,3 +73,10 @@ def test_an_inaccessible_folder_is_a_usage_error_or_ignored(tmp_path):
     with pytest.raises(UsageError, match=r"damaged; .*5 cannot be renamed \(File name too long\)"):
         quarantine(inaccessible, 5, "damaged")
     remove_temporary(inaccessible)
+
+
+def test_the_newest_checkpoint_up_to_a_step_may_be_of_that_step(tmp_path):
+    for step in (10, 20, 30):
+        written(tmp_path, step, json.dumps(add_checksum(META | {"step": step})))
+    found = {last: newest_undamaged(tmp_path, "refuse", last)[0] for last in (9, 19, 20, None)}
+    assert found == {9: None, 19: 10, 20: 20, None: 30}

@@ -30,6 +30,12 @@ def test_the_newest_the_regular_and_the_best_stay(settings, stay):
     assert kept_steps(SAVED, config.checkpoint, False, LOSSES) == stay
 
 
+def test_a_run_that_may_rewind_keeps_as_many_checkpoints_to_rewind_to():
+    config = load_config("tiny", "checkpoint.interval=20", "checkpoint.keep=3")
+    assert kept_steps(SAVED, config.checkpoint, True, {}) == {60, 80, 90, 100}
+    assert kept_steps(SAVED, config.checkpoint, False, {}) == {80, 90, 100}
+
+
 def test_what_stays_never_comes_back_and_a_better_one_takes_its_place():
     """At each save, the best checkpoints so far are kept, even after others have been removed."""
     best = load_config("tiny", "checkpoint.keep=1", "checkpoint.keep_best=2").checkpoint

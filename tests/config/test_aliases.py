@@ -64,6 +64,7 @@ WORKS = [
     ("--lr-decay-style cosine", "optimizer.schedule", "cosine"),
     ("--lr-decay-style constant", "optimizer.schedule", "constant"),
     ("--lr-decay-style WSD", "optimizer.schedule", "wsd"),
+    ("--lr-decay-style linear", "optimizer.schedule", "linear"),
     ("--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt", "optimizer.wsd_decay", "sqrt"),
     ("--lr-decay-style WSD --lr-wsd-decay-style linear", "optimizer.wsd_decay", "linear"),
     ("--lr-decay-style=WSD --lr-wsd-decay-iters=20", "optimizer.wsd_decay_iters", 20),
@@ -251,14 +252,7 @@ ANSWERED = [
     ("--exit-intervals 10 --seed 2", "unknown key; python -m", "train.seed=2"),
     ("checkpoint.keep_latest_k=10 --seed 2", "unknown key; python -m", "train.seed=2"),
     ("--init-method-std 0.006 --seed 2", "0.02", "train.seed=2"),
-    (
-        "--lr-decay-style linear --lr-decay-iters 100 --lr-warmup-iters 10",
-        "optimizer.wsd_decay_iters=N",
-        "optimizer.schedule=wsd optimizer.lr_decay_iters=100 optimizer.warmup_iters=10 "
-        "optimizer.wsd_decay_iters=90",
-    ),
-    ("--lr-decay-style linear", "optimizer.wsd_decay_iters=N", None),
-    ("--lr-decay-style inverse-square-root", "one of cosine, wsd, constant", None),
+    ("--lr-decay-style inverse-square-root", "one of cosine, linear, wsd, constant", None),
     ("--lr-decay-style WSD --lr-wsd-decay-style exponential", "one of linear, sqrt", None),
     ("--lr-wsd-decay-samples 1000", "optimizer.wsd_decay_iters=N", None),
     # torchtitan

@@ -278,7 +278,7 @@ def test_a_file_is_a_configuration_too(tmp_path):
             ["optimizer.wsd_decay_iters=301", "at most optimizer.lr_decay_iters=300"],
         ),
         (["optimizer.schedule=wsd", "optimizer.min_lr=1"], ["optimizer.min_lr=1", "learning_rate"]),
-        (["optimizer.schedule=step"], ["optimizer.schedule=step", "cosine, wsd, constant"]),
+        (["optimizer.schedule=step"], ["optimizer.schedule=step", "cosine, linear, wsd, constant"]),
         (
             ["optimizer.name=muon", "optimizer.learning_rate=0", "optimizer.adamw_learning_rate=1"],
             ["optimizer.adamw_learning_rate=1.0", "learning_rate above 0"],
@@ -325,6 +325,7 @@ def test_a_dataset_that_a_path_replaces_is_mentioned():
         ("schedule=constant", "min_lr=0"),
         ("schedule=constant", "lr_decay_iters=100"),
         ("schedule=cosine", "wsd_decay_iters=100"),
+        ("schedule=linear", "wsd_decay_iters=100"),
         ("schedule=constant", "wsd_decay=sqrt"),
     ],
 )

@@ -152,7 +152,7 @@ def test_megatron_s_schedule_is_the_same_with_its_preset_given():
     inferred, _ = parse(f"{MEGATRON_SMALL} --swiglu")
     given, _ = parse(f"--config megatron {MEGATRON_SMALL} --swiglu")
     assert given.optimizer == inferred.optimizer and given.model == inferred.model
-    assert given.optimizer.schedule == "wsd" and given.optimizer.lr_decay_iters == 100
+    assert given.optimizer.schedule == "linear" and given.optimizer.lr_decay_iters == 100
 
 
 def test_megatron_s_constant_rate_has_no_decay():
@@ -461,8 +461,7 @@ def test_megatron_s_defaults_are_used_for_its_commands():
     model, optimizer = config.model, config.optimizer
     assert (model.bias, model.dropout, model.tie_embeddings) == (True, 0.1, True)
     assert model.mlp_hidden == 512  # 192 x 8/3, rounded down to a multiple of 64
-    assert (optimizer.schedule, optimizer.min_lr, optimizer.lr_decay_iters) == ("wsd", 0.0, 100)
-    assert optimizer.wsd_decay_iters == 90  # linear decay after the warm-up
+    assert (optimizer.schedule, optimizer.min_lr, optimizer.lr_decay_iters) == ("linear", 0.0, 100)
     assert (optimizer.weight_decay, optimizer.beta2) == (0.01, 0.999)
     assert config.train.batch_size_per_device == 4
     assert any("--config megatron" in text for text in notes)

@@ -367,17 +367,13 @@ def test_a_schedule_with_an_unset_variable_is_not_computed(steps, capsys, monkey
     monkeypatch.delenv("N", raising=False)
     line = f"torchrun pretrain_gpt.py --micro-batch-size 4 --train-iters 100 {steps}"
     command, notes = convert(capsys, line, status=1 if "samples" in steps else 0)
-    assert "wsd" not in command and "optimizer.warmup_iters=0" not in command
+    assert ("optimizer.lr_decay_iters=100" in command) == ("decay" not in steps)
     assert ("=$N" in command) == ("samples" not in steps)
-    assert "Megatron's default, --lr-decay-style linear: use optimizer.schedule=wsd" in notes
 
 
-def test_a_note_gives_the_schedule_and_the_width_of_megatron_s_defaults(capsys):
+def test_a_note_gives_the_width_of_megatron_s_default(capsys):
     line = "torchrun pretrain_gpt.py --micro-batch-size 4 --train-iters 100 --swiglu"
-    command, notes = convert(capsys, f"{line} --hidden-size 192")
-    settings = "optimizer.schedule=wsd optimizer.wsd_decay_iters=100"
-    assert set(settings.split()) <= set(command.split())
-    assert f"Megatron's default, --lr-decay-style linear: means {settings}\n" in notes
+    _, notes = convert(capsys, f"{line} --hidden-size 192")
     # 192 x 8/3, rounded down to a multiple of 64
     assert "Megatron's default, --ffn-hidden-size 512: means model.mlp_hidden=512\n" in notes
 

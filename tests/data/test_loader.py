@@ -69,3 +69,12 @@ def test_the_seed_is_part_of_the_order(dataset):
     sharding = batch_sharding(make_mesh(MeshShape(8)))
     one, two = (np.asarray(loader(dataset, sharding, seed).batch(1)) for seed in (1, 2))
     assert (one != two).any()
+
+
+def test_evaluation_has_an_order_of_its_own(dataset):
+    config = load_config("tiny", "model.block_size=64", "train.batch_size=16")
+    sharding = batch_sharding(make_mesh(MeshShape(8)))
+    trained = Loader.for_training(dataset, config, sharding)
+    evaluated = Loader.for_evaluation(dataset, "train", config, sharding)
+    first = {trained.row_location(1, row).offset for row in range(16)}
+    assert len(first.intersection(evaluated.row_location(1, row).offset for row in range(16))) < 8

@@ -9,6 +9,7 @@ from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.models.attention import (
     AttentionSetting,
     TokenPositions,
+    blockwise_attention,
     causal_attention,
     choose_attention,
     cuda_capability,
@@ -150,3 +151,28 @@ def test_blocks_of_queries_drop_different_weights():
     # those of the second block are twice as long. Independent: 0.7^2 + 0.3^2 = 0.58.
     first, second = kept_TS[64:128:2, :64], kept_TS[160:192, :64]
     assert abs((first == second).mean() - 0.58) < 0.05
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 34])
+@pytest.mark.gpu
+def test_the_first_query_of_a_block_sees_its_whole_window(window):
+    """With 64 tokens, the second block of queries begins at token 32."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 8))
+    expected = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=(window - 1, 0), implementation="xla"
+    )
+    at = TokenPositions(jnp.arange(64))
+    found = causal_attention(q, k, v, at, at, window, None)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_block_of_a_loop_drops_different_weights():
+    """With 258 tokens, each of two blocks is a loop over three blocks of 43 queries."""
+    T, rate = 258, 0.3
+    v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 1, T))  # the output is the weights
+    same = jnp.zeros(v.shape)
+    keys_BH = jax.random.key(3)[None, None]
+    kept_TS = full(blockwise_attention, same, same, v, keys_BH, dropout=rate)[0, :, 0] > 0
+    first, second = kept_TS[20:43, :20], kept_TS[63:86, :20]
+    # Independent: 0.7^2 + 0.3^2 = 0.58. The standard deviation over 460 weights is 0.023.
+    assert abs((first == second).mean() - 0.58) < 0.1

@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jaxgpt.config import ModelConfig, load_config, mesh_shape
+from jaxgpt.config import MeshShape, ModelConfig, load_config, mesh_shape
 from jaxgpt.models.loss import OutputLayer, cross_entropy, loss_parts
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.plan.program import COMPILE_ONLY
 from jaxgpt.train.compiled import make_steps
 from jobs import limited_devices
@@ -42,6 +44,27 @@ def test_cross_entropy_of_large_logits_does_not_overflow():
     logits = jnp.array([[[1e4, 0.0, -1e4]]])
     assert cross_entropy(logits, jnp.array([[0]])) == 0
     assert cross_entropy(logits, jnp.array([[2]])) == 2e4
+
+
+def test_a_device_may_hold_only_padding_of_the_vocabulary():
+    """Eight devices have two of 16 logits each, and those of the last four are padding."""
+    logits = np.random.default_rng(0).normal(size=(2, 3, 7))
+    targets = np.array([[0, 6, 3], [2, 2, 5]])
+    expected = np.log(np.exp(logits).sum(-1))
+    expected -= np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    parallel = ParallelContext(tensor=8, tensor_axes=("tensor",))
+
+    @jax.shard_map(
+        mesh=make_mesh(MeshShape(1, 1, 8)),
+        in_specs=(PartitionSpec(None, None, "tensor"), PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    def losses(logits, targets):
+        return cross_entropy(logits, targets, 2 * jax.lax.axis_index("tensor"), parallel)
+
+    padded = np.pad(logits, ((0, 0), (0, 0), (0, 9)), constant_values=-np.inf)
+    found = losses(jnp.float32(padded), jnp.array(targets))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 100])

@@ -17,6 +17,8 @@ CONFIGS = {
     "cosine to 0": load_config("auroragpt-7b", "optimizer.min_lr=0").optimizer,
     "gpt2": load_config("gpt2").optimizer,
     "a tenth": load_config("gpt2", "optimizer.min_lr=None").optimizer,
+    "linear": load_config("gpt2", "optimizer.schedule=linear").optimizer,
+    "linear to 0": load_config("megatron", "optimizer.warmup_iters=10").optimizer,
     "no warm-up": load_config("gpt2", "optimizer.warmup_iters=0").optimizer,
     "wsd to 0": load_config("smollm2-135m").optimizer,
     "sqrt to 0": load_config("smollm2-135m", "optimizer.wsd_decay=sqrt").optimizer,
@@ -42,7 +44,7 @@ def cosine(x):
 
 
 def exact(config, step):
-    """Return the exact learning rate: warm-up, then nanoGPT's cosine, wsd or the peak.
+    """Return the exact learning rate: warm-up, then nanoGPT's cosine, a line, wsd or the peak.
 
     The formulas of wsd are in arXiv 2404.06395 and 2405.18392.
     """
@@ -53,8 +55,10 @@ def exact(config, step):
         return peak * step / warmup
     if config.schedule == "constant":
         return peak
-    if config.schedule == "cosine":
+    if config.schedule in ("cosine", "linear"):
         x = min(Decimal(step - warmup) / (end - warmup), Decimal(1))
+        if config.schedule == "linear":
+            return peak - x * (peak - floor)
         return floor + (1 + cosine(PI * x)) / 2 * (peak - floor)
     length = config.wsd_decay_iters or end // 5
     x = min(max(Decimal(step - (end - length)) / length, Decimal(0)), Decimal(1))
@@ -81,7 +85,7 @@ def test_the_learning_rate_is_exact_to_one_unit_in_the_last_place(name):
             assert abs(Decimal(float(found)) - expected) <= unit, step
 
 
-@pytest.mark.parametrize("name", ["cosine to 0", "wsd to 0", "sqrt to 0"])
+@pytest.mark.parametrize("name", ["cosine to 0", "linear to 0", "wsd to 0", "sqrt to 0"])
 def test_a_decay_to_zero_ends_at_zero(name):
     config = CONFIGS[name]
     assert learning_rate(config, config.lr_decay_iters - 1) > 0

@@ -11,10 +11,11 @@ import pytest
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
+from jaxgpt.perf.collectives import Collective
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan import __main__ as plan_command
 from jaxgpt.plan.advise import Advice, reason, search_layouts, train_options
-from jaxgpt.plan.layout import Plan, plan_layout
+from jaxgpt.plan.layout import MATMUL_EFFICIENCY, Plan, plan_layout
 from jaxgpt.plan.program import Memory, Program
 from jaxgpt.plan.report import advice_report, plan_report
 from jaxgpt.plan.traffic import expected_traffic, sum_traffic
@@ -406,3 +407,44 @@ def test_a_report_is_readable_and_said_once():
     assert max(map(len, lines)) <= 140
     assert any(line.startswith("ESTIMATE") for line in lines)
     assert "all-gather over fsdp" in job.stdout and " 0.00 " not in job.stdout
+
+
+@pytest.mark.parametrize(("kind", "rounds"), [("all-gather", 1), ("all-reduce", 2)])
+def test_a_ring_takes_the_time_of_its_bytes_and_of_its_hops(kind, rounds):
+    """24 devices on two hosts have 23 hops per round, of which one is between the hosts.
+
+    On a host of Aurora, the network is faster than the links between the devices.
+    """
+    device, size = DEVICES["pvc"], 10**9
+    assert 12 * device.network_bandwidth > device.link_bandwidth
+    memory = Memory(0, 0, 0)
+    plan = Plan(load_config("tiny"), MeshShape(1, 24, 1), device, 12, Program(memory))
+    seconds = rounds * size * 23 / 24 / device.link_bandwidth
+    latency = 8.4e-6 + rounds * (22 * 3.4e-6 + 9.6e-6)
+    found = plan.seconds(Collective(kind, ("fsdp",), 1, size))
+    assert found == pytest.approx(seconds + latency, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_offloaded_accumulators_move_twice_for_each_microbatch(n):
+    """The norm and the update then read the gradients, and a single microbatch only writes them."""
+    words = ("parallel.offload=state", SCAN, f"train.gradient_accumulation_steps={n}")
+    P, G, M = 10_000, 100, 1  # bytes of parameters, gradients and moments
+    memory = Memory(P, (2 if n > 1 else 1) * G, M, in_host=1)
+    plan = Plan(load_config(*MODEL, *words), MeshShape(), DEVICES["h100"], 8, Program(memory))
+    of_parameters, of_moments = (2 * n + 2) * P, 2 * M
+    of_gradients = ((2 * n if n > 1 else 1) + 2) * G
+    assert plan.host_traffic == of_parameters + of_moments + of_gradients
+
+
+@pytest.mark.parametrize("gigabytes", [0.01, 1000])
+def test_only_attention_hides_the_transfers_of_a_ring(gigabytes):
+    config = load_config(*MODEL, "train.dtype=bfloat16")
+    sent = Collective("collective-permute", ("context",), 1, int(gigabytes * 1e9))
+    program = Program(Memory(1, 1, 1, 1), (sent,))
+    plan = Plan(config, MeshShape(context=8), DEVICES["h100"], 8, program)
+    model, device = config.model, DEVICES["h100"]
+    flops = 12 * model.n_layer * model.n_embd * model.block_size * plan.tokens / 8
+    attention = flops / (MATMUL_EFFICIENCY * device.peak_flops["bfloat16"])
+    expected = max(0, plan.seconds(sent) - attention)
+    assert plan.estimate.exposed_communication == pytest.approx(expected, abs=1e-12)

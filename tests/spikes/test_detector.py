@@ -93,6 +93,13 @@ def test_a_level_that_lasts_is_accepted_after_half_a_window():
     assert 8 <= len(found) <= 20  # of a window of 32
 
 
+def test_a_burst_longer_than_half_a_window_is_a_spike_until_its_end():
+    """Clipping keeps the median near the limits, even if most of the window is above them."""
+    values = normal(100)
+    values[60:80, 0] = 100  # 20 steps, in a window of 32
+    assert flagged(watched(values)[0]) == list(range(60, 80))
+
+
 def test_nothing_is_a_spike_before_the_window_is_full_or_where_it_is_constant():
     early = normal(40)
     early[31, 0] = 100

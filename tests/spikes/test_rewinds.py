@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import shutil
 import time
 
@@ -85,7 +86,7 @@ def test_what_was_dropped_is_on_record(rewound):
     worst = [row["loss"] for row in record["rows"]]
     assert len(worst) == 8 and worst == sorted(worst, reverse=True)
     log = (rewound / "train.log").read_text()
-    assert "warning: faults.random_tokens: steps 36-38 train on random tokens" in log
+    assert "warning: injected faults: random_tokens=(36, 38)" in log
     assert "rewound to step 20 because of the spike at step 36" in log
 
 
@@ -217,8 +218,20 @@ def test_without_a_regular_checkpoint_a_rewind_uses_another(tmp_path):
     """checkpoint.interval has changed from 10 to 15, and a signal caused the save at step 25."""
     assert decided(tmp_path, [10, 20, 25, 30], "checkpoint.interval=15")["to"] == 25
     assert decided(tmp_path, [15, 20, 25, 30], "checkpoint.interval=15")["to"] == 15
+    assert decided(tmp_path, [5], "checkpoint.interval=26")["to"] == 5  # due at step 26
     with pytest.raises(rewinds.NoRewind, match="no checkpoint at or before step 26"):
         decided(tmp_path, [30], "checkpoint.interval=15")
+
+
+def test_an_interrupted_rewind_that_goes_further_back_keeps_all_dropped_losses(tmp_path):
+    """The checkpoint of step 20 was damaged after the first commit."""
+    lines = [{"kind": "train", "step": s, "loss": 1 / s, "skipped": False} for s in range(1, 38)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rewinds.commit_rewind(tmp_path, decided(tmp_path, [10, 20]), 20)
+    rewinds.commit_rewind(tmp_path, rewinds.pending_rewind(tmp_path), 10)
+    (record,) = records(tmp_path, "rewind")
+    assert record["step"] == 10 and record["dropped"] == [11, 37]
+    assert record["dropped_losses"] == [[s, 1 / s] for s in range(11, 38)]
 
 
 def test_a_rewind_to_a_damaged_checkpoint_goes_further_back(rewound, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.train.resume import check_resume, rate_after_decay, rate_in_warmup
+from jaxgpt.train.resume import check_resume, ranges_to_skip, rate_after_decay, rate_in_warmup
 from jobs import SMALL, train_here
 
 DATA = SimpleNamespace(sources=[SimpleNamespace(entry=None)], fingerprints=[], tokenizer_meta=None)
@@ -110,3 +110,10 @@ def test_fine_tuning_that_ends_during_warmup_says_its_learning_rate():
     ]
     assert rate_in_warmup(config.replace(train__max_iters=50)) == []
     assert rate_in_warmup(config.replace(train__init_from=None)) == []
+
+
+def test_a_skipped_range_that_is_no_longer_given_ends_at_the_checkpoint():
+    saved = load_config("tiny", "--train-range-to-skip", "3", "4", "20", "30", "40", "50")
+    meta = {"config": saved.to_dict()}
+    assert ranges_to_skip([], [], 24, meta) == ((3, 4, 20, 24), [])
+    assert ranges_to_skip([(20, 30)], [], 24, meta) == ((3, 4, 20, 30), [])

@@ -83,7 +83,7 @@ class BalancedMLP(MLP):
 @pytest.mark.parametrize(
     "layout",
     [
-        (MeshShape(1, 1, 8),),
+        (MeshShape(tensor=4, stage=2), "train.gradient_accumulation_steps=4"),
         (MeshShape(2, 2, 2), "train.gradient_accumulation_steps=2", "parallel.scan_layers=True"),
         (MeshShape(4, 2, 1), "model.layers=local global global", "model.sliding_window=8"),
     ],

@@ -1,5 +1,7 @@
 """`train.verify_interval` compares the replicas of parameters on several devices."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,11 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxgpt.checkpoint.replicas import devices_that_differ, has_replicas
 from jaxgpt.cluster import shutdown as exits
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, load_config, mesh_shape
 from jaxgpt.parallel.collectives import average_gradient
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.spikes.faults import flip_bit
 from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.restart import DeviceFailed, after_corruption
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, records, train_here
 
 RUN = (*SMALL, "train.max_iters=20", "checkpoint.interval=8", "train.verify_interval=5")
@@ -90,3 +94,13 @@ def test_a_device_that_differs_again_and_again_ends_the_run(tmp_path, monkeypatc
     said = capsys.readouterr().out
     assert "of device 3 of the mesh (process 0 on host localhost) differ from their rep" in said
     assert "3 restarts from the same" in said and len(records(tmp_path, "corruption")) == 3
+
+
+def test_only_restarts_from_the_same_checkpoint_count(tmp_path):
+    cluster = ProcessGroup(launcher="none")
+    job = SimpleNamespace(cluster=cluster, steps=SimpleNamespace(mesh=make_mesh(MeshShape(8))))
+    run, earlier = SimpleNamespace(directory=tmp_path, config=load_config("tiny")), [24, 16, 8]
+    for _ in range(3):
+        assert after_corruption(run, job, [3], 30, earlier)[0] is None  # the initial state
+    with pytest.raises(DeviceFailed, match="3 restarts from the same checkpoint"):
+        after_corruption(run, job, [3], 30, earlier)

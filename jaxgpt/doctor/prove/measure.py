@@ -71,7 +71,7 @@ def row(
 class Commands:
     """Runs the commands of one check, and appends their output to `log` in the check's folder.
 
-    If a call to `run`, `report` or `json` reaches the time limit, its output is lost. When a call
+    If a call to `run` or `json` reaches the time limit, its output is lost. When a call
     ends, the remaining processes in the command's process group are killed. All methods raise
     `OSError` if the command cannot be started or the log cannot be written.
     """
@@ -98,39 +98,25 @@ class Commands:
         self.on_gpu = accelerator_expected()
         self._deadline = time.monotonic() + seconds
 
-    def run(self, module: str, *words: str, **variables: str) -> str:
+    def run(
+        self, module: str, *words: str, accepted: Sequence[int] = (0,), **variables: str
+    ) -> str:
         """Run `python -m MODULE WORDS`, or a script if `module` ends in .py; return its stdout.
 
         `variables` are added to the environment of the command.
 
         Raises:
-            CommandFailed: if the exit status is not 0.
+            CommandFailed: if the exit status is not in `accepted`.
             subprocess.TimeoutExpired: if the command does not finish within the check's time limit.
         """
-        stdout, stderr, status = self._run(module, words, variables)
-        if status != 0:
-            last_line = (stdout + stderr).strip().rpartition("\n")[2]
-            raise CommandFailed(f"{module} ended with status {status}: {last_line}")
-        return stdout
-
-    def _run(
-        self, module: str, words: Sequence[str], variables: Mapping[str, str]
-    ) -> tuple[str, str, int]:
         command = _command_line(module, words)
         with self._started(command, subprocess.PIPE, subprocess.PIPE, variables) as process:
             stdout, stderr = process.communicate(timeout=self._deadline - time.monotonic())
         with (self.folder / "log").open("a") as log:
             log.write(f"$ {' '.join(command)}\n{stdout}{stderr}")
-        return stdout, stderr, process.returncode
-
-    def report(self, module: str, *words: str) -> str:
-        """Run a command as `run` does, but also accept exit status 1; return its stdout.
-
-        Some commands use status 1 to report a problem. Raises the same errors as `run`.
-        """
-        stdout, stderr, status = self._run(module, words, {})
-        if status not in (0, 1):
-            raise CommandFailed(f"{module} ended with status {status}: {stderr.strip()}")
+        if process.returncode not in accepted:
+            last_line = (stdout + stderr).strip().rpartition("\n")[2]
+            raise CommandFailed(f"{module} ended with status {process.returncode}: {last_line}")
         return stdout
 
     def json(self, module: str, *words: str, **variables: str) -> dict[str, Any]:
