@@ -122,7 +122,7 @@ class Rounds:
     def nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing, because no checkpoints are written."""
 
-    open = check = is_due = remove_local_after = close = nothing
+    open = check = is_due = newest_complete = remove_local_after = close = nothing
 
 
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:

@@ -219,6 +219,15 @@ class Checkpoints:
                 if later > step:
                     self._local.remove(later)
 
+    def newest_complete(self) -> int | None:
+        """Wait for all saves. Return the step of the newest checkpoint, or None if there is none.
+
+        An unreadable folder of checkpoints counts as empty. All processes must call this. Raises
+        `UsageError` under the same conditions as `save`.
+        """
+        self._settle_all()
+        return self._newest_complete()
+
     def close(self, is_final: bool = True) -> None:
         """Wait for all saves, and remove the checkpoints that the retention settings do not keep.
 

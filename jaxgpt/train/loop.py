@@ -150,8 +150,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     # Twice the timeout, because a save first waits for the previous save.
     slow_save = max(SLOW_PHASE, 2 * 60 * config.checkpoint.timeout_minutes)
     trainer.loader.batch_sizes = run.batch_sizes  # a rewind may have undone a change of batch size
-    saved = run.resume_step or 0  # step of the newest save
-    todo = range(saved + 1, config.train.max_iters + 1)
+    todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
     batches = trainer.loader.batches(step for step in todo if step not in skips)
     # Without steps, the outcome of the run is that of its checkpoint.
     result = StepsResult(run.resume_step or 0, failure=run.resume_meta.get("failure", ""))
@@ -181,9 +180,11 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
         if failure and not saving:
-            # Also save if the state has changed since the newest save. Saving the same state again
-            # could evict an older checkpoint, which may be better.
-            n_trained = sum(s not in skips for s in range(saved + 1, step + 1))
+            # Also save if the state has changed since the newest checkpoint. Saving the same state
+            # again could evict an older checkpoint, which may be better.
+            monitor.heartbeat(f"the saves before step {step}", slow_save)
+            unsaved = range(_newest_checkpoint(trainer) + 1, step + 1)
+            n_trained = sum(s not in skips for s in unsaved)
             saving = n_trained > int(known[-1].metrics.detection.nonfinite)
         corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
@@ -193,7 +194,6 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         if saving:
             monitor.heartbeat(f"the checkpoint of step {step}", slow_save)
             save_checkpoint(run, trainer, step, state, failure)
-            saved = step
 
         # Evaluate after the save, when the state is safe. A run that is being stopped may not have
         # time to evaluate, so the resumed run evaluates first.
@@ -214,6 +214,20 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
                 raise
             report.info(f"warning: {error}")  # must not hide the failure
     return result
+
+
+def _newest_checkpoint(trainer: Trainer) -> int:
+    """Wait for all saves, and return the step of the newest checkpoint, or 0 if there is none.
+
+    If a save has failed and the run could not continue without it, this logs the error and returns
+    0. All processes must call this.
+    """
+    with trainer.job.report.clock.within("save"):
+        try:
+            return trainer.job.checkpoints.newest_complete() or 0
+        except UsageError as error:  # on all processes
+            trainer.job.report.info(f"warning: {error}")
+            return 0
 
 
 def _find_corruption(

@@ -20,5 +20,5 @@ def test_random_tokens_stand_in_for_the_data_of_a_large_vocabulary(tmp_path):
 
 def test_a_benchmark_has_every_method_of_checkpoints_that_a_training_loop_calls():
     called = set(re.findall(r"\bcheckpoints\.([a-z_]+)\(", Path(loop.__file__).read_text()))
-    assert {"check", "save", "close", "is_due"} <= called
+    assert {"check", "save", "close", "newest_complete"} <= called
     assert called <= set(dir(Rounds))
