@@ -53,11 +53,7 @@ from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text
 from jaxgpt.tracking.records import EvalRecord
-from jaxgpt.train.resume import (
-    initial_model,
-    prepare_weights,
-    saved_settings,
-)
+from jaxgpt.train.resume import initial_model, prepare_weights, saved_settings
 from jaxgpt.train.run_directory import (
     Run,
     open_run_data,

@@ -447,13 +447,7 @@ def _scanned_attention(
     """
     T = q_BTHK.shape[1]
     size = max(n for n in range(1, BLOCK + 1) if T % n == 0)
-    if size < BLOCK / 8:  # no suitable divisor; many short blocks would be slow
-        operands = q_BTHK, k_BSGK, v_BSGK, q_at, k_at, window, keys_BH
-        return jax.checkpoint(
-            lambda *arrays: xla_attention(
-                *arrays[:5], window, arrays[5], dropout=dropout, block=block
-            )
-        )(*operands[:5], keys_BH)
+    size = size if size >= BLOCK / 8 else T  # many short blocks would be slow
 
     @jax.checkpoint
     def attend(_, part):

@@ -66,9 +66,7 @@ def average_gradient(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 average_gradient.defvjp(
     lambda x, axes: (x, None),
-    lambda axes, _, gradient: (
-        jax.lax.psum(varying(gradient, frozenset(axes)), axes) / jax.lax.axis_size(axes),
-    ),
+    lambda axes, _, gradient: (jax.lax.pmean(varying(gradient, frozenset(axes)), axes),),
 )
 
 

@@ -13,7 +13,8 @@ from jaxgpt.models.layers import padded_vocab_size
 from jaxgpt.models.weights import layer_matrices, weights
 from jaxgpt.perf.memory import FLOAT32
 from jaxgpt.plan.program import Memory
-from jaxgpt.plan.traffic import BYTES, layer_groups, local_parameters, step_work
+from jaxgpt.plan.traffic import BYTES, local_parameters, step_work
+from jaxgpt.train.sharded_model import layer_groups
 
 SCORE_COPIES = 3  # number of float32 copies of the scores, if the kernel stores them
 

@@ -18,8 +18,8 @@ from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.estimate import memory_traffic
 from jaxgpt.plan.program import Memory, Program, compile_step
-from jaxgpt.plan.traffic import layer_groups
 from jaxgpt.runtime.allocator import USABLE
+from jaxgpt.train.sharded_model import layer_groups
 
 # A step reaches these fractions of the dense peak FLOP/s and of the memory bandwidth. A large
 # matmul on an H100 reaches 0.8 of its peak, and copies reach 0.77 to 0.9 of the bandwidth of an

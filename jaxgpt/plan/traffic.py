@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import jax
 
 from jaxgpt.config import Config, MeshShape, ModelConfig, axes_with
-from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.weights import Weight, layer_matrices, weights
 from jaxgpt.parallel.context import choose_implementation
-from jaxgpt.parallel.pipeline import LayerGroups
 from jaxgpt.parallel.sharding import fully_sharded_rules, has_partial_gradient, partition_spec
 from jaxgpt.perf.collectives import Collective
 from jaxgpt.perf.memory import FLOAT32
+from jaxgpt.train.sharded_model import layer_groups
 
 BYTES = {"float32": FLOAT32, "bfloat16": 2, "float16": 2}
 
@@ -93,18 +92,6 @@ def step_work(config: Config, mesh: MeshShape) -> Work:
     ticks = groups.n_repeats * n + stages - 1
     layers = ticks * max(groups.sizes)
     return Work(tokens, -(-n // stages), 2 * ticks, layers, layers, ticks)
-
-
-def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
-    """Return the division of the layers into pipeline stages.
-
-    Without a pipeline, one group has all layers, and parallel.stage_repeats is ignored.
-    """
-    stages, n_layers = mesh.split_of("splits_layers"), config.model.n_layer
-    if stages == 1:
-        return LayerGroups(n_layers, 1, 1, 1)
-    pattern = len(layer_pattern(config.model))
-    return LayerGroups(n_layers, stages, config.parallel.stage_repeats, pattern)
 
 
 def expected_traffic(

@@ -178,14 +178,21 @@ def shard_model(
 
 def make_pipeline(config: Config, mesh: Mesh) -> Pipeline:
     """Return the pipeline over the mesh axes that split the layers."""
+    groups = layer_groups(config, MeshShape(**mesh.shape))
     axes = mesh_axes_with("splits_layers", mesh)
-    groups = LayerGroups(
-        n_layers=config.model.n_layer,
-        n_stages=math.prod(mesh.shape[axis] for axis in axes),
-        n_repeats=config.parallel.stage_repeats,
-        pattern=len(layer_pattern(config.model)),
-    )
     return Pipeline(groups, config.train.gradient_accumulation_steps, axes)
+
+
+def layer_groups(config: Config, mesh: MeshShape) -> LayerGroups:
+    """Return the division of the layers into pipeline stages.
+
+    Without a pipeline, one group has all layers, and parallel.stage_repeats is ignored.
+    """
+    stages, n_layers = mesh.split_of("splits_layers"), config.model.n_layer
+    if stages == 1:
+        return LayerGroups(n_layers, 1, 1, 1)
+    pattern = len(layer_pattern(config.model))
+    return LayerGroups(n_layers, stages, config.parallel.stage_repeats, pattern)
 
 
 def param_layout(
