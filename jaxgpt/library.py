@@ -51,7 +51,7 @@ from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.tracking.jsonl import METRICS, atomic_write_text
+from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, truncate_metrics
 from jaxgpt.tracking.records import EvalRecord
 from jaxgpt.train.resume import initial_model, prepare_weights, saved_settings
 from jaxgpt.train.run_directory import (
@@ -469,15 +469,16 @@ class Trainer:
         `python -m jaxgpt.train --out RUN` continues the run. Commands that do not need
         metrics.jsonl, such as jaxgpt.sample, can read the run. Older checkpoints are removed
         according to the retention settings. Without a metrics.jsonl, checkpoint.keep_best has no
-        effect.
+        effect. If the run had trained further than the restored step, its records of these steps
+        and its checkpoints in checkpoint.local are removed.
 
         Raises:
             UsageError: if `run` is not a valid path, if the directory contains another run, a
                 checkpoint of this step or a later step, or a checkpoint that another trainer or
                 command has added to this run, or if the directory is in use by another job,
                 unsuitable (see `writable_directory`) or cannot be written.
-            OSError: on process 0, if the tokenizer's file cannot be read or written, or if the
-                other files of its Hugging Face model cannot be written.
+            OSError: on process 0, if metrics.jsonl or the tokenizer's file cannot be read, or if
+                this file or the other files of its Hugging Face model cannot be written.
             RuntimeError: if JAX fails. Also raises the same errors as `state`.
         """
         from jaxgpt.checkpoint.checkpointer import Checkpoints
@@ -494,7 +495,12 @@ class Trainer:
                 if self.cluster.is_main:
                     self._check_folder(directory)
                     writable_directory(config, at_end)
-                    if directory not in self._folders:
+                    if directory in self._folders:
+                        since = self._folders[directory]  # this trainer trained the steps after it
+                        if (directory / METRICS).exists():
+                            truncate_metrics(directory / METRICS, since)
+                        Checkpoints(directory, config, self.cluster).remove_local_after(since)
+                    else:
                         for name, content in self._companions.items():
                             (directory / name).write_bytes(content)
                     if tokenizer is not None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import jaxgpt
 from evaluation import BLOCK, TEXT, devices_of, evaluated, reference_logits, train
 from jaxgpt import inspect
 from jaxgpt.checkpoint.checkpointer import Checkpoints
+from jaxgpt.checkpoint.local import local_folder
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.data.prepare.builtin import prepare_text
@@ -241,6 +243,22 @@ def test_a_trainer_restores_an_earlier_checkpoint_on_another_mesh(tmp_path):
     other.restore(tmp_path / "run")
     with devices_of("1,1,2"):
         np.testing.assert_allclose(other.model.logits([5, 6, 7]), later, atol=1e-4)
+
+
+def test_steps_that_a_trainer_repeats_are_no_longer_in_the_run(tmp_path):
+    """The run was killed after step 3, before its newest local checkpoint was copied."""
+    trainer = trainer_on("1,1,1", f"checkpoint.local={tmp_path / 'nvme'}")
+    trainer.save(tmp_path / "run")
+    lines = [{"kind": "train", "step": step, "loss": 4.0} for step in (1, 2, 3)]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    local = local_folder(trainer.config, tmp_path / "run")
+    shutil.copytree(tmp_path / "run/checkpoints/0", local.directory / "checkpoints" / "3")
+    trainer.restore(tmp_path / "run")
+    trainer.train(1)
+    trainer.save(tmp_path / "run")
+    assert list_checkpoints(local.directory) == [] and metrics.read_text() == ""
+    assert list_checkpoints(tmp_path / "run") == [0, 1]
 
 
 def test_a_trainer_starts_from_the_weights_of_another_run_and_saves_their_origin(run, tmp_path):

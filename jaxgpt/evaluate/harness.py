@@ -157,11 +157,14 @@ class JaxGPT(TemplateLM):
         """Return the continuation of each context, up to a stop sequence or the end-of-text token.
 
         A continuation has at most max_gen_toks tokens (by default 256). A context that leaves no
-        room for max_gen_toks tokens is truncated on the left, but keeps at least one token. If a
-        sampling option is 0, its default is used. The random seed of a request is the number of
-        earlier `requests` with the same context. Raises `UsageError` if a generation option is not
-        supported or out of range, and `ValueError` if temperature or max_gen_toks is not a number.
-        Also raises whatever `tok_encode` and `Model.stream_tokens` raise.
+        room for max_gen_toks tokens is truncated on the left. If a sampling option is 0, its
+        default is used. The random seed of a request is the number of earlier `requests` with the
+        same context.
+
+        Raises `UsageError` if a generation option is not supported or out of range, or if
+        max_gen_toks leaves no room for a context. Raises `ValueError` if temperature or
+        max_gen_toks is not a number. Also raises whatever `tok_encode` and `Model.stream_tokens`
+        raise.
         """
         out, seeds = [], collections.Counter[str]()
         for request in requests:
@@ -180,11 +183,16 @@ class JaxGPT(TemplateLM):
                     "top_k, top_p or min_p"
                 )
         length = options["max_gen_toks"]
+        if length >= self.max_length:
+            raise UsageError(
+                f"gen_kwargs: max_gen_toks={length} leaves no room for a prompt in "
+                f"{self.max_length} tokens; use a smaller max_gen_toks"
+            )
         names = ("temperature", "top_k", "top_p", "min_p")
         sampling = Sampling(**{name: options[name] for name in names if options.get(name)})
         tokenizer = self._encoder.tokenizer
         end = tokenizer.end_of_text
-        prompt = self.tok_encode(context)[-max(1, self.max_length - length) :]
+        prompt = self.tok_encode(context)[-(self.max_length - length) :]
         prompt = prompt or [self.prefix_token_id]
         found, text = [], ""
         blocks = self._model.stream_tokens([prompt], length, sampling, [seed], GENERATED_AT_ONCE)

@@ -16,7 +16,6 @@ from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected
 from jaxgpt.cluster.hosts import HOST_FILES, address_towards
 from jaxgpt.cluster.launch_line import launch_line
 from jaxgpt.cluster.process_group import ProcessGroup, connect_to_rank0, own_host
-from jaxgpt.cluster.timeouts import LOST_HOST
 from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime.allocator import keep_freed_memory, reserve_gpu_memory
 from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
@@ -134,7 +133,8 @@ def _start_distributed(cluster: ProcessGroup, preemption: bool) -> str:
         local_device_ids=devices,
         cluster_detection_method="deactivate",  # otherwise, JAX selects devices by SLURM_LOCALID
         initialization_timeout=math.ceil(cluster.timeout),
-        heartbeat_timeout_seconds=int(2 * LOST_HOST),  # long, so that the monitor acts first
+        # The monitor finds lost hosts and hangs. JAX would also abort a job that was suspended.
+        heartbeat_timeout_seconds=10**6,
     )
     set_gloo_hostname(_outward_address(cluster, coordinator.rpartition(":")[0].strip("[]")))
     return coordinator

@@ -31,8 +31,8 @@ def make_evaluator(
     The losses are in nats per token, weighted by the loss weights. A loss is NaN if all weights are
     0. If the data has several corpora, the record also has each corpus's losses (None if none of
     its targets were evaluated). Every call evaluates the same train.eval_iters microbatches of each
-    split, and calls `heartbeat(activity)` before each microbatch. All processes must call the
-    function. The function raises `UsageError` if the data is invalid or cannot be read.
+    split, and calls `heartbeat(activity)` after it starts each microbatch. All processes must call
+    the function. The function raises `UsageError` if the data is invalid or cannot be read.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
@@ -55,8 +55,8 @@ def make_evaluator(
         for split, loader in loaders.items():
             found, in_flight = [], DispatchLimiter()
             for batch in loader.batches(numbers):
+                found.append(losses_and_weights(params, batch))  # may compile
                 heartbeat(f"the evaluation after step {step}")
-                found.append(losses_and_weights(params, batch))
                 in_flight.add(found[-1][0])
             losses, weights = np.array(jax.device_get(found), np.float64).swapaxes(0, 1)
             mean = np.average(losses, weights=weights) if weights.any() else np.nan

@@ -241,7 +241,8 @@ def _find_corruption(
     every = run.config.train.verify_interval
     if not every or not (saving or should_run_every(step, every)):
         return ()
-    trainer.job.cluster.monitor.heartbeat(f"the comparison of devices after step {step}")
+    activity = f"the comparison of devices after step {step}"
+    trainer.job.cluster.monitor.heartbeat(activity, SLOW_PHASE)  # compiled when it first runs
     return tuple(devices_that_differ(state.params))
 
 
@@ -261,10 +262,11 @@ def evaluate_and_sample(
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with trainer.job.report.clock.within("evaluation"):
         if "eval" in kinds:
-            trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}")
+            # Each of these is compiled when it first runs.
+            trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}", SLOW_PHASE)
             trainer.job.report.log(trainer.evaluate(step, state.params))
         if "sample" in kinds:
-            trainer.job.cluster.monitor.heartbeat(f"the sample after step {step}")
+            trainer.job.cluster.monitor.heartbeat(f"the sample after step {step}", SLOW_PHASE)
             trainer.job.report.log(trainer.sample(step, state.params))
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import types
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -16,10 +17,12 @@ import yaml
 from jaxgpt import sample
 from jaxgpt.cluster import shutdown as exits
 from jaxgpt.cluster.monitor import Monitor
-from jaxgpt.config import MeshShape, OptimizerConfig, UsageError
+from jaxgpt.config import MeshShape, OptimizerConfig, UsageError, load_config
+from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.tokenizers import ByteTokenizer
 from jaxgpt.train import setup
+from jaxgpt.train.evaluate import make_evaluator
 from jobs import (
     SMALL,
     checkpoint_arrays,
@@ -272,7 +275,13 @@ def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
 ):
     """The run was killed between the save and the evaluation, perhaps at its last step."""
     beats = []
-    monkeypatch.setattr(Monitor, "heartbeat", lambda self, doing, least=0: beats.append(doing))
+    least_of = {}
+
+    def heartbeat(self, doing, least=0):
+        beats.append(doing)
+        least_of.setdefault(doing, least)
+
+    monkeypatch.setattr(Monitor, "heartbeat", heartbeat)
     if step == 40:  # no room for a checkpoint, and none to be written
         monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2**17))
     out = tmp_path / "again"
@@ -296,6 +305,9 @@ def test_an_evaluation_that_a_run_did_not_come_to_is_made_up_for(
     # A start, and a batch of each split, are not taken for a hang.
     assert beats[:2] == ["the setup of the state", "the compilation of the step"]
     assert beats.count(f"the evaluation after step {step}") == (3 if "eval" in kinds else 0)
+    names = {"eval": "evaluation", "sample": "sample"}
+    for kind in kinds:  # these compile, which may take half an hour
+        assert least_of[f"the {names[kind]} after step {step}"] == 1800
     if step < 40:
         assert json.loads((out / "startup.json").read_text())["phases"]["evaluation"]["max"] > 0
 
@@ -415,6 +427,21 @@ def test_reading_a_checkpoint_leaves_a_save_in_progress_alone(forty, tmp_path):
     saving.mkdir(parents=True)
     params_of(out)
     assert saving.is_dir()
+
+
+def test_an_evaluation_is_compiled_within_the_time_of_its_announcement():
+    config, done = load_config("tiny"), []
+    dataset = open_dataset(config.data, config.model)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def eval_step(params, batch):
+        done.append("compiled")
+        return np.ones(len(batch))
+
+    steps = types.SimpleNamespace(batch_sharding=sharding, replicated=sharding, eval_step=eval_step)
+    evaluate = make_evaluator(dataset, config, steps, done.append)
+    assert evaluate(7, None).val_loss == 1
+    assert done[:2] == ["compiled", "the evaluation after step 7"]
 
 
 def test_samples_are_those_of_the_metrics(forty, tmp_path):
