@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -542,6 +543,44 @@ def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(s
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=60)
     assert job.returncode == status
+
+
+def test_hosts_that_are_all_unhealthy_are_tried_again(tmp_path):
+    """As after a short outage of a shared file system, which every host reports."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'error: runs/a: cannot be written to'; exit 1\n")
+    python.chmod(0o755)
+    script = f"import sys; sys.executable = {str(python)!r}\n{QUICKLY}"
+    third = f"echo >> {tmp_path}/tries; test $(wc -l < {tmp_path}/tries) -eq 3"
+    job = subprocess.run(
+        [sys.executable, "-c", script, "--restarts", "4", "--", "sh", "-c", third],
+        capture_output=True, text=True, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count(": runs/a: cannot be written to\n") == 2
+    assert job.stderr.count("no host is healthy, so none is excluded\n") == 2
+    assert "excluding" not in job.stderr
+
+
+def test_a_signal_ends_a_job_whose_hosts_are_being_probed(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid\n"
+                      "exec sleep 600\n")  # fmt: skip
+    python.chmod(0o755)
+    script = f"import sys; sys.executable = {str(python)!r}\n{QUICKLY}"
+    job = subprocess.Popen(
+        [sys.executable, "-c", script, "--restarts", "4", "--", "false"],
+        stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    while not (tmp_path / "pid").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    _, messages = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert messages.endswith("launch: SIGTERM: no attempt is running, so the job ends now\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_a_supervisor_asks_for_mpiexecs_version_once(job, tmp_path):

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
 
 from jaxgpt.cluster.environment import JOB, JOB_START, SUPERVISOR
 from jaxgpt.cluster.hosts import reachable_name
@@ -119,13 +120,11 @@ class Supervisor:
                 )
                 return status
             if futile:
-                await self._wait(RETRY * 2 ** (min(futile, 6) - 1))
-            directory = progress["run"] if progress else ""
-            is_healthy = self._signal is not None or await self._choose_hosts(directory)
+                await self._unless_stopped(asyncio.sleep(RETRY * 2 ** (min(futile, 6) - 1)))
+            if self._signal is None:
+                await self._choose_hosts(directory=progress["run"] if progress else "")
             if self._signal is not None:
                 return STOPPED if saved else 128 + self._signal
-            if not is_healthy:
-                return status
             os.environ[JOB_START] = f"{time.time():.3f}"  # so that start-up times are this start's
             _say(f"restart {attempt} of {self._restarts}")
         raise AssertionError("unreachable")
@@ -175,37 +174,51 @@ class Supervisor:
         if job is not None and job == self._job:
             self._gone = time.monotonic()
 
-    async def _wait(self, seconds: float) -> None:
-        """Wait for `seconds`, or until the job is asked to stop."""
-        await asyncio.wait([asyncio.create_task(self._asked_to_stop.wait())], timeout=seconds)
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of `work`. If a signal arrives first, cancel it and return None."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._asked_to_stop.wait())
+        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
 
-    async def _choose_hosts(self, directory: str) -> bool:
-        """Choose healthy hosts for the next attempt. Return False if there are none."""
+    async def _choose_hosts(self, directory: str) -> None:
+        """Choose hosts for the next attempt: the healthy ones, or all of them if none is healthy.
+
+        If none is healthy, the shared file system has probably failed, and may soon be back.
+        """
         before, began = self._layout, time.monotonic()
-        problems = await check_hosts(before, self._launcher, self._good, self._job, directory)
+        problems = await self._unless_stopped(
+            check_hosts(before, self._launcher, self._good, self._job, directory)
+        )
+        if problems is None:
+            return
+        healthy = [host for host, problem in problems.items() if problem is None]
         for host, problem in problems.items():
             if problem is not None:
-                _say(f"excluding host {host}: {problem}")
-        self._good = [host for host, problem in problems.items() if problem is None]
+                _say(f"{'excluding host' if healthy else 'host'} {host}: {problem}")
         checked = f"{len(problems)} host{'s' * (len(problems) > 1)} checked in"
-        _say(f"{checked} {time.monotonic() - began:.1f} s, {len(self._good)} healthy")
-        if not self._good:
-            _say("no healthy host is left")
-            return False
+        _say(f"{checked} {time.monotonic() - began:.1f} s, {len(healthy)} healthy")
+        if not healthy:
+            _say("no host is healthy, so none is excluded")
+            return
+        self._good = healthy
         self._layout = place_on(before, self._good[: len(before.hosts)])
         if len(self._layout.hosts) < len(before.hosts):
             _say(f"no spare host is left; continuing with {self._layout}")
-        return True
 
     def _forward_signal(self, number: int) -> None:
         again = number == signal.SIGINT and self._signal is not None
         self._signal = number
         self._asked_to_stop.set()
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None:
             return
-        if not again:
+        name = signal.Signals(number).name
+        if self._process.returncode is not None:
+            _say(f"{name}: no attempt is running, so the job ends now")
+        elif not again:
             # All launchers forward SIGUSR1, but SIGUSR2 kills MPICH's mpiexec.
-            name = signal.Signals(number).name
             leave = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
             _say(f"{name}: stops the run with SIGUSR1; {leave} ends it at once")
             self._process.send_signal(signal.SIGUSR1)
@@ -254,7 +267,8 @@ async def check_hosts(
 async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | None:
     """Run a probe. Return the reason for its failure, or None if it succeeded.
 
-    A probe that takes more than `SLOW_DISK` seconds is killed and counts as failed.
+    A probe that takes more than `SLOW_DISK` seconds is killed and counts as failed. It is also
+    killed if this coroutine is cancelled.
     """
     process = await asyncio.create_subprocess_exec(
         *line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -263,8 +277,10 @@ async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | N
     try:
         output, _ = await asyncio.wait_for(process.communicate(), SLOW_DISK)
     except TimeoutError:
-        os.killpg(process.pid, signal.SIGKILL)
         return f"no answer within {SLOW_DISK:.0f} s"
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return None
     # If the probe printed no error message, return the first line of the output, which is from the
