@@ -58,6 +58,9 @@ class Save:
     stalled: float = 0.0  # duration of the pause in seconds
     error: Exception | None = None  # reason why this process failed to start the save
     copy: Future[None] | None = None  # copying to the run directory, on process 0 only
+    # `time.perf_counter()` on process 0 when the last file had been written or copied. None means
+    # that this has not happened or is unknown.
+    ended: float | None = None
     is_logged: bool = False
 
 
@@ -261,7 +264,9 @@ class Checkpoints:
             # If Orbax fails to create a folder in the background, its other threads wait until the
             # timeout, and a single-process run cannot exit before then.
             options = ocp.AsyncOptions(
-                timeout_secs=seconds, create_directories_asynchronously=self._cluster.size > 1
+                timeout_secs=seconds,
+                post_finalization_callback=self._note_end,
+                create_directories_asynchronously=self._cluster.size > 1,
             )
             self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
         args = ocp.args.Composite(
@@ -351,8 +356,17 @@ class Checkpoints:
             return f"{TIMED_OUT}={self._config.checkpoint.timeout_minutes:g}"
         return "" if error is None else describe_error(error)
 
+    def _note_end(self) -> None:
+        """Note the time. Orbax calls this on process 0 when all files have been written."""
+        if self._writing is not None:
+            self._writing.ended = time.perf_counter()
+
     def _start_copy(self, save: Save) -> None:
-        save.copy = self._in_background(self._local.copy_to_run, save.step)
+        save.copy = self._in_background(self._copy, save)
+
+    def _copy(self, save: Save) -> None:
+        self._local.copy_to_run(save.step)
+        save.ended = time.perf_counter()
 
     def _in_background(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
         self._background = self._background or ThreadPoolExecutor(1, "checkpoints")
@@ -362,15 +376,10 @@ class Checkpoints:
         if save.is_logged:
             return
         save.is_logged = True
-        seconds = time.perf_counter() - save.began
+        # The save may have finished long ago, for example before an evaluation.
+        ended = save.ended or time.perf_counter()
+        seconds = max(save.stalled, ended - save.began)
         if self._cluster.is_main:
-            # The save may have finished long ago, for example before an evaluation, so subtract the
-            # time since the checkpoint's folder was last modified.
-            try:
-                age = time.time() - (self._folder / str(save.step)).stat().st_mtime
-            except OSError:  # the run directory is gone; the next save reports this
-                age = 0.0
-            seconds = max(save.stalled, seconds - max(0.0, age))
             self._on_saved(seconds)
         self.log(
             CheckpointRecord(

@@ -130,9 +130,6 @@ class LocalFolder:
             shutil.rmtree(scratch, ignore_errors=True)  # left by an earlier failure
             final.parent.mkdir(exist_ok=True)
             shutil.copytree(self._path(step), scratch, copy_function=_copy_to_disk)
-            # `copytree` copies the folder's modification time, but `Checkpoints` expects that of
-            # the complete checkpoint.
-            os.utime(scratch)
             scratch.rename(final)
         except OSError:
             shutil.rmtree(scratch, ignore_errors=True)  # the disk may be full or gone

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import os
 import resource
 import shutil
 import threading
+import time
 
 import jax
 import numpy as np
@@ -93,6 +95,22 @@ def test_a_single_flipped_bit_is_noticed(steps, tmp_path):
     flip_a_bit(state.params["position_embedding"]["embedding"], tmp_path)
     with pytest.raises(UsageError, match="params/position_emb.* does not match its.*1 of.* choose"):
         restore_params(tmp_path, 2, shapes.params)
+
+
+def test_the_time_of_a_save_ends_when_it_is_complete(steps, tmp_path):
+    """The clock of the file server is an hour ahead."""
+    tree, found = checkpoint_tree(filled(steps[0].state_shapes)), []
+    checkpoints = Checkpoints(tmp_path, load_config("tiny"))
+    checkpoints.log = found.append
+    began = time.perf_counter()
+    checkpoints.save(1, tree, META)
+    while not list_checkpoints(tmp_path):
+        time.sleep(0.01)
+    os.utime(tmp_path / "checkpoints" / "1", times=2 * (time.time() + 3600,))
+    time.sleep(1)  # such as an evaluation
+    passed = time.perf_counter() - began
+    checkpoints.close()
+    assert found[0].stalled <= found[0].seconds < passed - 0.5
 
 
 def test_a_parameter_that_was_not_saved_is_named(steps, tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints are saved to a faster folder, and then copied to the run directory."""
 
+import os
 import shutil
 import threading
 import time
@@ -82,7 +83,9 @@ def test_a_slow_run_directory_delays_the_save_after_the_next_not_the_next(
     assert list_checkpoints(run) == [1, 2]
 
 
-def test_the_time_of_a_save_includes_the_copy(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("offset", [3600, -3600])
+def test_the_time_of_a_save_includes_the_copy(offset, run, local, tmp_path, monkeypatch):
+    """The clock of the file server may be `offset` seconds ahead."""
     copy, found = local_module._copy_to_disk, []
 
     def slowly(source, target):
@@ -93,10 +96,19 @@ def test_the_time_of_a_save_includes_the_copy(run, tmp_path, monkeypatch):
     monkeypatch.setattr(local_module, "_copy_to_disk", slowly)
     checkpoints = open_run(run, tmp_path)
     checkpoints.log = found.append
+    began = time.perf_counter()
     checkpoints.save(1, tree(1), META)
+    while not list_checkpoints(local.directory):
+        time.sleep(0.01)
+    checkpoints.check()  # starts to copy
+    while not list_checkpoints(run):
+        time.sleep(0.01)
+    os.utime(run / "checkpoints" / "1", times=2 * (time.time() + offset,))
+    time.sleep(1)  # such as an evaluation
+    passed = time.perf_counter() - began
     checkpoints.close()
     (record,) = found
-    assert record.seconds > record.stalled + 0.49  # clocks differ by a few milliseconds
+    assert record.stalled + 0.5 <= record.seconds < passed - 0.5
 
 
 def line(step):
