@@ -43,7 +43,13 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, json_line, read_records
-from jaxgpt.train.resume import batch_sizes, initial_model, saved_settings, source_hashes
+from jaxgpt.train.resume import (
+    batch_sizes,
+    initial_model,
+    saved_settings,
+    source_hashes,
+    with_moved_tokenizer,
+)
 
 OTHER_DATA = "warning: this data differs from the data that the run was trained on"
 
@@ -110,6 +116,7 @@ def _look_up(
             invalid or does not fit the data, or if `wanted` is not a valid range of rows.
         OSError: if metrics.jsonl cannot be read.
     """
+    config = with_moved_tokenizer(config, run) if run else config
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
     sizes = batch_sizes(run, config) if run else None
@@ -143,7 +150,7 @@ def row_text(run: Path, step: int, row: int, corpus: str, source: str, offset: i
     if step < 1:  # the record is damaged
         return f"row {row} cannot be read: there is no step {step}"
     try:
-        config = config_from_file(run / "config.yaml")
+        config = with_moved_tokenizer(config_from_file(run / "config.yaml"), run)
         dataset, length = open_dataset(config.data, config.model), config.model.block_size + 1
         named = [s.tokens["train"] for s in dataset.sources if str(s.entry.path) == source]
         holding = [tokens for tokens in named if 0 <= offset <= tokens.size - length]

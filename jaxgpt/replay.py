@@ -34,7 +34,7 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.train.resume import source_hashes
+from jaxgpt.train.resume import source_hashes, with_moved_tokenizer
 
 COMPARED = {"loss": 1e-3, "grad_norm": 1e-2}  # metric -> relative tolerance for rounding errors
 
@@ -283,9 +283,11 @@ class Repeater:
         `skipped` contains the steps that the run skipped. JAX must have been started. Raises
         `UsageError` if the data cannot be read or does not match `fingerprints`, if the mesh does
         not fit the devices or the configuration, or if another setting is invalid or cannot be used
-        on these devices. Raises `RuntimeError` if JAX fails.
+        on these devices. Raises `RuntimeError` if JAX fails. Also raises whatever
+        `with_moved_tokenizer` raises.
         """
         self.config = config
+        config = cluster.run_on_all(with_moved_tokenizer, config, run)
         dataset = cluster.run_on_all(open_dataset, config.data, config.model)
         if source_hashes(dataset.fingerprints) != source_hashes(fingerprints):
             raise UsageError(

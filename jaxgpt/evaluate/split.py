@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.token_file import Tokens
 from jaxgpt.data.tokenizers import Tokenizer, same_tokens
 from jaxgpt.evaluate.model import Model, Rows, Trained
+from jaxgpt.train.resume import with_moved_tokenizer
 
 ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; tokenizers are compared later
 ALL = "all"  # selects all splits
@@ -170,9 +172,9 @@ def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
             set, if the tokenizers cannot be compared, if the weights were imported and no data
             setting is given, if the end-of-text token for data.document_mask is unknown or outside
             the vocabulary, or if the stride is larger than a row. Also raises whatever
-            `open_dataset` raises.
+            `with_moved_tokenizer` and `open_dataset` raise.
     """
-    config, T = trained.config, trained.block_size
+    config, T = with_moved_tokenizer(trained.config, Path(trained.where)), trained.block_size
     if stride is not None and stride > T:
         raise UsageError(f"--stride={stride}: must be at most {T}, the length of a row")
     if trained.data == "none":

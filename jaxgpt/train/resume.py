@@ -1,5 +1,6 @@
 """Checks on the checkpoint or the initial weights that a run starts from."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from jaxgpt.data.tokenizers import (
     SENTENCEPIECE,
     ByteTokenizer,
     FileTokenizer,
+    load_tokenizer,
     same_tokens,
     tokenizer_from_meta,
 )
@@ -253,6 +255,26 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
     """
     saved = valid_checkpoints(directory)
     return saved[max(saved)]["config"] if saved else None
+
+
+def with_moved_tokenizer(config: Config, directory: Path) -> Config:
+    """Return the configuration, with data.tokenizer replaced if a renamed run needs this.
+
+    A run's data.tokenizer may be the run directory itself. If this path no longer exists, it is
+    replaced with `directory`, provided that a checkpoint in `directory` has the same data.tokenizer
+    and was trained with the tokenizer in `directory`. Raises `UsageError` as `valid_checkpoints`
+    does, and if the tokenizer in `directory` cannot be loaded.
+    """
+    given = config.data.tokenizer
+    if given is None or given == "byte" or os.path.exists(given):
+        return config
+    for meta in valid_checkpoints(directory).values():
+        file = (meta["tokenizer"] or {}).get("file")
+        is_from_run = meta["config"]["data"].get("tokenizer") == given  # not from this command
+        if is_from_run and file is not None and (directory / file).is_file():
+            if load_tokenizer(directory).to_meta() == meta["tokenizer"]:
+                return config.replace(data__tokenizer=str(directory.absolute()))
+    return config
 
 
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:

@@ -54,6 +54,7 @@ from jaxgpt.train.resume import (
     rate_in_warmup,
     resumed_batch_sizes,
     source_hashes,
+    with_moved_tokenizer,
 )
 
 MIN_FREE_BYTES = 2**16  # disk space required for a run's first files
@@ -187,6 +188,8 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         check_batch(config, mesh_shape(config, n_devices))
     check_trackers(config.train.trackers)
     notes = prepare_default_data(config.data)
+    if config.out:
+        config = with_moved_tokenizer(config, Path(config.out))
     dataset = open_run_data(config)
     dataset.verify()
     config = with_vocabulary(config, dataset)

@@ -1,17 +1,27 @@
 """Folders that cannot be a run directory, and the lock on those that are."""
 
 import contextlib
+import json
 import os
 import resource
+import string
 import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jaxgpt import inspect
+from jaxgpt.checkpoint.metadata import add_checksum
+from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, DataConfig, UsageError, parse_args
+from jaxgpt.data.loader import Loader
+from jaxgpt.evaluate.model import find_trained
+from jaxgpt.evaluate.split import open_split
+from jaxgpt.replay import Repeater
 from jaxgpt.train import run_directory
-from jobs import SMALL, command, environment, run, train_here
+from jobs import META, SMALL, command, environment, run, train_here
 
 
 def test_a_folder_in_the_place_of_a_file_of_the_run_is_one_sentence(tmp_path):
@@ -77,3 +87,46 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
         run_directory._new_directory(parse_args(SMALL))
     names = [f"shakespeare_char_cpu-now{suffix}" for suffix in ("", "-2", "-3")]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == names
+
+
+def test_a_renamed_run_finds_the_tokenizer_in_its_folder(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    old, moved = tmp_path / "old", tmp_path / "moved"
+    old.mkdir()
+    letters = {letter: token for token, letter in enumerate(string.ascii_lowercase)}
+    tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(old / "tokenizer.json"))
+    (np.arange(3000) % 26).astype(np.uint16).tofile(tmp_path / "a.bin")
+    data = (f"data.path={tmp_path / 'a.bin'}", "data.val_share=0.2", f"data.tokenizer={old}")
+    small = [word for word in SMALL if not word.startswith("data.")]
+    words = [*small, *data, "model.block_size=64", "--mesh", "1,1,1"]
+    with ProcessGroup(launcher="test") as cluster:
+        started = run_directory.prepare_run(parse_args([*words, "--out", str(old)]), cluster)
+    rows = Loader.for_training(started.dataset, started.config)
+    meta = add_checksum({**META, "checksums": {}, **started.checkpoint_meta(rows, 2)})
+    (old / "config.yaml").write_text(started.config_yaml())
+    (old / "checkpoints/2/meta").mkdir(parents=True)
+    (old / "checkpoints/2/meta/metadata").write_text(json.dumps(meta))
+    old.rename(moved)
+
+    shown = ["--run", str(moved), "--step", "1", "--rows", "0", "--json"]
+    inspect.main(shown)
+    row = json.loads(capsys.readouterr().out)
+    text = "".join(string.ascii_lowercase[token] for token in row["tokens"])
+    assert row["text"].replace(" ", "") == text
+    assert text in inspect.row_text(moved, 1, 0, "", "", 0).replace(" ", "")
+    trained = find_trained(moved)
+    assert open_split(trained, "val").dataset.tokenizer.vocab_size == 26
+    with ProcessGroup(launcher="test") as cluster:
+        # It has opened the data by then.
+        with pytest.raises(UsageError, match="the data has changed since the run was trained"):
+            Repeater(moved, started.config, started.batch_sizes, [], [], cluster)
+        resumed = run_directory.prepare_run(parse_args(["--out", str(moved)]), cluster)
+    assert (resumed.resume_step, resumed.config.data.tokenizer) == (2, str(moved))
+
+    with pytest.raises(SystemExit):  # the path in the command is wrong
+        inspect.main([*shown, f"data.tokenizer={tmp_path / 'wrong'}"])
+    assert f"error: tokenizer {tmp_path / 'wrong'}: cannot be read" in capsys.readouterr().err
+    other = {letter: 25 - token for letter, token in letters.items()}
+    tokenizers.Tokenizer(tokenizers.models.BPE(other, [])).save(str(moved / "tokenizer.json"))
+    with pytest.raises(UsageError, match=f"tokenizer {old}: cannot be read"):
+        open_split(trained, "val")
