@@ -14,8 +14,13 @@ from jaxgpt.tracking.run_files import RunFiles
 
 STYLES: dict[str, dict[str, Any]] = {
     "raw": {"alpha": 0.3, "linewidth": 0.8}, "smooth": {}, "line": {},
-    "points": {"marker": "o", "markersize": 3}, "dropped": {"linestyle": ":"},
+    "points": {"marker": "o", "markersize": 4}, "dropped": {"linestyle": ":"},
 }  # fmt: skip
+# Looks of the first, second and third curve of a panel. If there are several runs, the color shows
+# the run, so the curves of a run differ only in these looks and in `STYLES`.
+LINES: tuple[dict[str, Any], ...] = (
+    {}, {"linestyle": "--"}, {"linestyle": "-.", "fillstyle": "none"},
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -49,39 +54,64 @@ def picture(path: Path, *size: float) -> Iterator[Any]:
     figure = Figure(figsize=size, layout="constrained")
     yield figure
     with writing("--png", path):
-        figure.savefig(path, dpi=120, format=path.suffix[1:] or "png")
+        # "tight" fits the picture to its content, including a legend below the figure.
+        figure.savefig(path, dpi=120, format=path.suffix[1:] or "png", bbox_inches="tight")
 
 
 def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PANELS) -> None:
     """Plot each panel whose first curve has values in any run, and write the plots to a file.
 
+    The legends are outside the panels: the curves above each panel, and the runs (if there are
+    several) and the marks below all panels.
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     found = [(panel, [series_of(run, panel) for run in runs]) for panel in panels]
     found = [pair for pair in found if any(len(s[0].columns["y"]) for s in pair[1])]
     width, height = min(2, max(1, len(found))), max(1, -(-len(found) // 2))  # in panels
+    several = len(runs) > 1
+    colors: Any = COLORS
+    # The handles of the legend below the panels: one for each run and one for each kind of mark.
+    names, marks = dict[str, Any](), dict[str, Any]()
     with picture(path, 8 * width, 4 * height) as figure:
+        if len(runs) > len(COLORS):  # `COLORS` would give two runs the same color
+            from matplotlib import colormaps
+
+            colors = colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
         for index, (panel, of_runs) in enumerate(found):
-            axes = figure.add_subplot(height, width, index + 1)
-            axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
+            axes, curves = figure.add_subplot(height, width, index + 1), dict[str, Any]()
+            axes.set_title(panel.title, loc="left")
+            axes.set(xlabel="step", ylabel=panel.unit)
             for i, (run, series) in enumerate(zip(runs, of_runs, strict=True)):
                 for style, label, columns in series[:-1]:
-                    name = f"{run.name}: {label}" if len(runs) > 1 else label
-                    n = i if len(runs) > 1 else [c[2] for c in panel.curves].index(label)
-                    look = {"color": COLORS[n % len(COLORS)], **STYLES[style]}
-                    look["label"] = "" if style == "raw" or not len(columns["y"]) else name
+                    n = [c[2] for c in panel.curves].index(label)
+                    look = {"color": colors[i if several else n % len(COLORS)]}
+                    look |= LINES[n % len(LINES)] | STYLES[style]
                     if np.isfinite(columns["y"]).sum() == 1:  # a line would be invisible
                         look |= STYLES["points"]
-                    axes.plot(columns["steps"], columns["y"], **look)
-                bottom, names = axes.get_ylim()[0], ("kind", "steps", "steps_end", "y")
-                for kind, x, end, y in zip(*map(series[-1].columns.get, names), strict=True):
+                    (line,) = axes.plot(columns["steps"], columns["y"], **look)
+                    if style != "raw" and len(columns["y"]):
+                        curves[label] = line
+                        names.setdefault(run.name, line)
+                bottom, fields = axes.get_ylim()[0], ("kind", "steps", "steps_end", "y")
+                for kind, x, end, y in zip(*map(series[-1].columns.get, fields), strict=True):
                     color, _, marker, meaning = MARKS[kind]
                     if kind == "skip":
-                        axes.axvspan(x - 0.5, end + 0.5, color="0.85", zorder=0)
+                        mark = axes.axvspan(x - 0.5, end + 0.5, color="0.85", zorder=0)
                     else:
-                        label = "" if meaning in axes.get_legend_handles_labels()[1] else meaning
-                        axes.plot(x, bottom if np.isnan(y) else y, marker, c=color, label=label)
-            axes.legend(fontsize="small")
+                        (mark,) = axes.plot(x, bottom if np.isnan(y) else y, marker, c=color)
+                    marks[meaning] = mark
+            legend = axes.legend(
+                curves.values(), curves, ncols=4, loc="lower right", bbox_to_anchor=(1, 1),
+                fontsize="small", frameon=False, borderaxespad=0,
+            )  # fmt: skip
+            for line in legend.get_lines() if several else ():
+                line.set_color("0.3")  # the style counts, not the run
+        if shown := (names if several else {}) | marks:
+            columns_that_fit = 120 * width // (max(map(len, shown)) + 9)
+            figure.legend(
+                shown.values(), shown, ncols=max(1, columns_that_fit), fontsize="small",
+                loc="upper center", bbox_to_anchor=(0.5, 0),
+            )  # fmt: skip
 
 
 def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:

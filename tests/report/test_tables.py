@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jaxgpt.report import __main__ as report
+from jaxgpt.report.panels import PANELS
 from jaxgpt.tracking.run_files import read_runs
 from jaxgpt.tracking.starts import log_start, read_starts
 from jobs import run
@@ -278,6 +279,50 @@ def test_a_picture_keeps_a_name_without_a_suffix(tmp_path):
 
     draw_png([], tmp_path / "curves")
     assert [path.name for path in tmp_path.iterdir()] == ["curves"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_picture_tells_runs_and_curves_apart_and_no_legend_covers_a_panel(
+    tmp_path, monkeypatch, count
+):
+    figure = pytest.importorskip("matplotlib.figure")
+    from jaxgpt.report.draw import draw_png
+
+    skip = {"kind": "train", "step": 4, "loss": None, "skipped": True}
+    for i in range(count):
+        losses = [{"kind": "train", "step": s, "loss": 4 - s / 9 - i / 5} for s in (1, 2, 3)]
+        evals = [{"kind": "eval", "step": s, "train_loss": 3.5, "val_loss": 3.6} for s in (1, 3)]
+        records = [*({"skipped": False} | record for record in losses), skip, *evals]
+        (tmp_path / f"gpt2-lr3e-4-seed{i}").mkdir()
+        path = tmp_path / f"gpt2-lr3e-4-seed{i}" / "metrics.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    saved, drawn = figure.Figure.savefig, []
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), saved(self, *a, **k))
+    )
+    runs = read_runs([tmp_path])
+    draw_png(runs, tmp_path / "loss.png", PANELS[:1])
+    (axes,), (below,) = drawn[0].axes, drawn[0].legends
+    for legend in (axes.get_legend(), below):
+        box = legend.get_window_extent()
+        assert box.y0 >= axes.bbox.y1 - 1 or box.y1 <= axes.bbox.y0  # in pixels
+    png = (tmp_path / "loss.png").read_bytes()
+    assert int.from_bytes(png[20:24], "big") > 4 * 120  # 4 inches, 120 dpi, and the legend below
+    names = [run.name for run in runs] if count > 1 else []
+    assert [text.get_text() for text in below.get_texts()] == [*names, "skipped steps"]
+    curves = ["training", "evaluation, validation split", "evaluation, training split"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == curves
+
+    def look(line):  # without the color
+        return line.get_linestyle(), line.get_marker(), line.get_fillstyle()
+
+    assert len({look(line) for line in axes.get_legend().get_lines()}) == len(curves)
+    shown = [line for line in axes.get_lines() if len(line.get_ydata()) and not line.get_alpha()]
+    assert len({(str(line.get_color()), look(line)) for line in shown}) == len(curves) * count
+    if count > 1:
+        assert len({str(line.get_color()) for line in shown}) == count
+        colors = [str(line.get_color()) for line in below.get_lines()]
+        assert colors == [str(line.get_color()) for line in shown[:: len(curves)]]
 
 
 def test_damaged_lines_are_left_out_and_said(tmp_path, capsys):
