@@ -19,8 +19,9 @@ from jaxgpt.train.reporting.goodput import account, goodput_records
 SHOWN_SPIKES, SHOWN_ROWS, SHOWN_SAMPLES, SHOWN_STARTS = 20, 2, 50, 10  # per run (rows: per spike)
 STYLES: dict[str, dict[str, Any]] = {  # Bokeh options for `Series.style`
     "raw": {"alpha": 0.25}, "smooth": {"width": 1.8}, "line": {"width": 1.5}, "points": {},
-    "dropped": {"line_dash": "dotted"},
+    "dropped": {},
 }  # fmt: skip
+DASHES = ("solid", "dashed", "dotdash", "dotted")  # of the curves of a panel
 # In the dark theme, the colors of the figures are inverted.
 CSS = """:root, :host { color-scheme: light dark } p { margin: 4px 0 12px }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1500px; margin: auto; padding: 12px;
@@ -99,9 +100,10 @@ class Plots:
         lines, marks = [], []
         for i, run in enumerate(self.runs):
             for n, (style, label) in enumerate(self._styles[panel.title]):
-                color = COLORS[(i if several else [c[2] for c in panel.curves].index(label)) % 8]
+                curve = [c[2] for c in panel.curves].index(label)
                 source = self._sources[panel.title, i, n]
-                look = {"source": source, "name": f"{run.name}, {label}", "color": color}
+                look = {"source": source, "name": f"{run.name}, {label}"}
+                look |= {"color": COLORS[(i if several else curve) % 8], "line_dash": DASHES[curve]}
                 if len(source.data["y"]) and (several or len(panel.curves) > 1):
                     look["legend_label"] = run.name if several else label
                 lines.append(fig.line(x, "y", **look, **STYLES[style]))

@@ -21,7 +21,7 @@ from blends import write_corpora
 from jaxgpt.config import load_config
 from jaxgpt.inspect import row_text
 from jaxgpt.report import __main__ as report
-from jaxgpt.report.page import sections
+from jaxgpt.report.page import Plots, sections
 from jaxgpt.report.serve import page_of
 from jaxgpt.tracking.jsonl import json_line
 from jaxgpt.tracking.run_files import RunFiles
@@ -53,6 +53,15 @@ def page(runs, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
     report.main([str(runs), "-o", str(path)])
     return path
+
+
+def test_the_curves_of_a_run_have_different_dashes(runs):
+    """With several runs, the color shows the run."""
+    (loss, *_) = Plots([RunFiles(run, run.name) for run in runs.iterdir()]).figures
+    lines = [shown for shown in loss.renderers if type(shown.glyph).__name__ == "Line"]
+    for run in ("events", "plain", "third"):
+        of_run = {line.name: line.glyph.line_dash for line in lines if line.name.startswith(run)}
+        assert len({tuple(dash) for dash in of_run.values()}) == len(of_run) == 4
 
 
 def sources(text):
