@@ -545,20 +545,33 @@ def test_a_job_that_is_stopped_between_tries_returns_75_only_with_a_checkpoint(s
     assert job.returncode == status
 
 
-def test_hosts_that_are_all_unhealthy_are_tried_again(tmp_path):
+@pytest.mark.parametrize(
+    ("n_outages", "status", "said"),
+    [
+        (2, 0, "launch: restart 1 of 4\n"),
+        # The attempt and each outage count.
+        (3, 1, "--give-up-after 4: no new checkpoint in 4 attempts; no host is healthy\n"),
+    ],
+)
+def test_hosts_that_are_all_unhealthy_are_probed_again(n_outages, status, said, tmp_path):
     """As after a short outage of a shared file system, which every host reports."""
+    probes, tries = tmp_path / "probes", tmp_path / "tries"
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'error: runs/a: cannot be written to'; exit 1\n")
+    python.write_text(
+        f"#!/bin/sh\necho >> {probes}\ntest $(wc -l < {probes}) -gt {n_outages} && exit 0\n"
+        "echo 'error: runs/a: cannot be written to'; exit 1\n"
+    )
     python.chmod(0o755)
     script = f"import sys; sys.executable = {str(python)!r}\n{QUICKLY}"
-    third = f"echo >> {tmp_path}/tries; test $(wc -l < {tmp_path}/tries) -eq 3"
+    options = ("--restarts", "4", "--give-up-after", "4", "--")
+    second = f"echo >> {tries}; test $(wc -l < {tries}) -eq 2"
     job = subprocess.run(
-        [sys.executable, "-c", script, "--restarts", "4", "--", "sh", "-c", third],
+        [sys.executable, "-c", script, *options, "sh", "-c", second],
         capture_output=True, text=True, env=environment(), timeout=120,
     )  # fmt: skip
-    assert job.returncode == 0, job.stderr
-    assert job.stderr.count(": runs/a: cannot be written to\n") == 2
-    assert job.stderr.count("no host is healthy, so none is excluded\n") == 2
+    assert job.returncode == status and said in job.stderr, job.stderr
+    assert job.stderr.count(": runs/a: cannot be written to\n") == n_outages
+    assert job.stderr.count("no host is healthy, so none is excluded\n") == n_outages
     assert "excluding" not in job.stderr
 
 

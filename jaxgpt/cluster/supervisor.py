@@ -45,7 +45,7 @@ class Supervisor:
             command: command that each process runs.
             restarts: maximum number of attempts after the first one.
             give_up_after: maximum number of consecutive attempts without a new checkpoint; 0 means
-                no limit.
+                no limit. A probe that finds no healthy host counts as an attempt.
         """
         self._layout, self._launcher, self._command = layout, launcher, list(command)
         is_python = os.path.basename(command[0]).startswith("python")
@@ -90,6 +90,7 @@ class Supervisor:
         self._address = f"{host}:{listener.getsockname()[1]}"
         await asyncio.start_server(self._receive_progress, sock=listener)
         has_trained, saved, futile = False, 0, 0  # saved: step of the newest checkpoint
+        directory = ""  # the run directory; unknown until an attempt has started training
         for attempt in range(1, self._restarts + 2):
             began = time.monotonic()
             status = await self._run_attempt()
@@ -97,7 +98,7 @@ class Supervisor:
             progress, is_newer = self._progress, False
             if progress is not None:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
-                has_trained, saved = True, progress["saved"]
+                has_trained, saved, directory = True, progress["saved"], progress["run"]
             # Once training has started, BAD_USAGE means a failed disk or device, not bad input.
             if self._kills and status != STOPPED:  # mpiexec may exit with any status, even 0
                 return 128 + signal.SIGINT
@@ -113,18 +114,20 @@ class Supervisor:
             if attempt > self._restarts:
                 _say(f"--restarts {self._restarts}: no attempts left")
                 return status
-            if futile and futile == self._give_up_after:
-                _say(
-                    f"--give-up-after {futile}: no new checkpoint in {futile} attempts; read their "
-                    "output, or set a smaller checkpoint.interval"
-                )
-                return status
-            if futile:
-                await self._unless_stopped(asyncio.sleep(RETRY * 2 ** (min(futile, 6) - 1)))
-            if self._signal is None:
-                await self._choose_hosts(directory=progress["run"] if progress else "")
-            if self._signal is not None:
-                return STOPPED if saved else 128 + self._signal
+            why = "read their output, or set a smaller checkpoint.interval"
+            is_ready = False
+            while not is_ready:
+                if futile and futile == self._give_up_after:
+                    _say(f"--give-up-after {futile}: no new checkpoint in {futile} attempts; {why}")
+                    return status
+                if futile:
+                    await self._unless_stopped(asyncio.sleep(RETRY * 2 ** (min(futile, 6) - 1)))
+                if self._signal is None:
+                    is_ready = await self._choose_hosts(directory)
+                if self._signal is not None:
+                    return STOPPED if saved else 128 + self._signal
+                if not is_ready:  # this counts as an attempt
+                    futile, why = futile + 1, "no host is healthy"
             os.environ[JOB_START] = f"{time.time():.3f}"  # so that start-up times are this start's
             _say(f"restart {attempt} of {self._restarts}")
         raise AssertionError("unreachable")
@@ -183,17 +186,18 @@ class Supervisor:
         task.cancel()
         return None
 
-    async def _choose_hosts(self, directory: str) -> None:
-        """Choose hosts for the next attempt: the healthy ones, or all of them if none is healthy.
+    async def _choose_hosts(self, directory: str) -> bool:
+        """Choose healthy hosts for the next attempt. Return False if there are none.
 
-        If none is healthy, the shared file system has probably failed, and may soon be back.
+        In that case, no host is excluded, because the cause may be a short outage of the shared
+        file system. The result is also False if a signal arrives.
         """
         before, began = self._layout, time.monotonic()
         problems = await self._unless_stopped(
             check_hosts(before, self._launcher, self._good, self._job, directory)
         )
         if problems is None:
-            return
+            return False
         healthy = [host for host, problem in problems.items() if problem is None]
         for host, problem in problems.items():
             if problem is not None:
@@ -202,11 +206,12 @@ class Supervisor:
         _say(f"{checked} {time.monotonic() - began:.1f} s, {len(healthy)} healthy")
         if not healthy:
             _say("no host is healthy, so none is excluded")
-            return
+            return False
         self._good = healthy
         self._layout = place_on(before, self._good[: len(before.hosts)])
         if len(self._layout.hosts) < len(before.hosts):
             _say(f"no spare host is left; continuing with {self._layout}")
+        return True
 
     def _forward_signal(self, number: int) -> None:
         again = number == signal.SIGINT and self._signal is not None
