@@ -310,7 +310,8 @@ class TrainConfig:
     or Slurm for the job's end time, and stops early enough to save. None means no limit."""
     hang_timeout: Minutes | None = 30
     """Minutes without progress after which the job ends with exit status 70. For startup,
-    restoring, compilation and saving, the limit is at least 30 minutes. None waits forever."""
+    restoring, compilation, evaluation, samples and saving, the limit is at least 30 minutes. None
+    waits forever."""
     verify_interval: CountOrZero = 0
     """Steps between comparisons of parameter replicas across devices, which detect a device with
     corrupted parameters. The replicas are also compared before each checkpoint. 0 disables all

@@ -278,12 +278,15 @@ def _check_pipeline(config: Config, n_stages: int) -> None:
         f"{key}: stage={n_stages} needs whole layer patterns, but model.n_layer={layers} is not a "
         f"multiple of the {pattern} layers in model.layers",
     )
-    shown = f" x parallel.stage_repeats={repeats}" if repeats > 1 else ""
+    shown, product = f"stage={n_stages}", "stage"
+    if repeats > 1:
+        shown += f" x parallel.stage_repeats={repeats}"
+        product += " x parallel.stage_repeats"
     times = f" in patterns of {pattern} layers" if pattern > 1 else ""
     _require(
         n_stages * repeats <= layers // pattern,
-        f"{key}: stage={n_stages}{shown} is more than model.n_layer={layers}{times} allows; use "
-        f"at most {layers // pattern} stages",
+        f"{key}: {shown} is more than model.n_layer={layers}{times} allows; use at most {product}="
+        f"{layers // pattern}",
     )
     n = config.train.gradient_accumulation_steps
     _require(

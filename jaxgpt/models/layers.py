@@ -165,8 +165,9 @@ class Linear(nnx.Module):
         self.bias = nnx.data(bias if build.config.bias or use_bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        return y if self.bias is None else self.add_bias(y, self.bias.get_value())
+        return self.add_bias(
+            self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
+        )
 
     def parts(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Return the slices of `self(x)` along the first output dim, as separate arrays.
@@ -174,17 +175,20 @@ class Linear(nnx.Module):
         The slices do not have this dim. This requires a column-parallel layer.
         """
         operands = x.astype(self.dtype), self.kernel.get_value(), self.n_inputs
-        ys = self.multiply(*operands, parts=True)
-        if self.bias is None:
-            return ys
-        return tuple(self.add_bias(y, b) for y, b in zip(ys, self.bias.get_value(), strict=True))
+        return self.add_bias(self.multiply(*operands, parts=True))
 
-    def add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
-        """Return y + bias in the compute dtype.
+    def add_bias(self, y: Any) -> Any:
+        """Return y + b in the compute dtype, or y if there is no bias.
 
-        The addition uses float32, so that the bias's gradient is a float32 sum.
+        If y is a tuple of slices along the first output dim, so is the result. The addition uses
+        float32, so that the bias's gradient is a float32 sum.
         """
-        return (y + bias).astype(self.dtype)
+        if self.bias is None:
+            return y
+        b = self.bias.get_value()
+        if isinstance(y, tuple):
+            return tuple((part + own).astype(self.dtype) for part, own in zip(y, b, strict=True))
+        return (y + b).astype(self.dtype)
 
 
 class LayerKind(NamedTuple):
@@ -269,7 +273,10 @@ class SelfAttention(nnx.Module):
         if self.qkv is not None:
             q_BTHK, k_BTHK, v_BTHK = self.qkv.parts(x_BTD)
             return q_BTHK, k_BTHK, v_BTHK
-        q_BTHK, (k_BTGK, v_BTGK) = self.q(x_BTD), self.kv.parts(x_BTD)
+        kernels = self.q.kernel.get_value(), self.kv.kernel.get_value()
+        x_BTD = x_BTD.astype(self.q.dtype)
+        q, kv = self.parallel.column_parallel_matmuls(x_BTD, kernels, 1, parts=(False, True))
+        q_BTHK, (k_BTGK, v_BTGK) = self.q.add_bias(q), self.kv.add_bias(kv)
         H, G = q_BTHK.shape[2], k_BTGK.shape[2]
         if H < self.n_head and G == self.n_kv_head:
             # `tensor` does not divide G: each device computes all key-value heads and selects the

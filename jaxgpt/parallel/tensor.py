@@ -6,7 +6,7 @@ the transpose of a psum is a pcast to varying, and vice versa.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,20 +52,34 @@ class ParallelContext:
             parts: whether to return a tuple of the slices along the first output dim, as
                 `matmul_parts` does.
         """
+        (y,) = self.column_parallel_matmuls(x, (kernel,), n, (parts,))
+        return y
 
-        def multiply(x: jax.Array, kernel: Any) -> Any:
-            x = self.copy_to_tensor_region(x)
+    def column_parallel_matmuls(
+        self, x: jax.Array, kernels: Sequence[Any], n: int, parts: Sequence[bool]
+    ) -> tuple[Any, ...]:
+        """Return `column_parallel_matmul(x, kernel, n, parts)` for each kernel.
+
+        x, and in the backward pass its gradient, is communicated only once.
+        """
+
+        def product(x: jax.Array, kernel: Any, in_parts: bool) -> Any:
             w = self.param(kernel).astype(x.dtype)
-            if parts and self.matmul is matmul:
+            if in_parts and self.matmul is matmul:
                 return matmul_parts(x, w, n)
             y = self.matmul(x, w, n)
-            if not parts:
+            if not in_parts:
                 return y
             # Split instead of indexing, because the gradient of indexing sums zero-padded arrays.
             axis = x.ndim - n
             return tuple(part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis))
 
-        return (jax.checkpoint(multiply) if self.regather_in_backward else multiply)(x, kernel)
+        def multiply(x: jax.Array, kernels: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = self.copy_to_tensor_region(x)
+            return tuple(product(x, *one) for one in zip(kernels, parts, strict=True))
+
+        multiply = jax.checkpoint(multiply) if self.regather_in_backward else multiply
+        return multiply(x, tuple(kernels))
 
     def row_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return x W, in x's dtype, where the input dims of x and W are split over `tensor`.

@@ -101,9 +101,11 @@ def expected_traffic(
 
     The formulas leave out the communication in Muon and Adafactor updates and for
     train.layers_every, and some small arrays, such as positions. Savings of ring attention from
-    sliding windows are ignored. `mesh` must fit `config`; see `mesh_shape`. See
-    `choose_implementation` for `devices_per_host`. Raises `UsageError` under the same conditions as
-    `weights`.
+    sliding windows are ignored. In a pipeline with sequence parallelism, XLA may drop one
+    reduce-scatter per tick if each stage has one layer or the layers are not scanned.
+
+    `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for `devices_per_host`.
+    Raises `UsageError` under the same conditions as `weights`.
     """
     sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
     parameters = local_parameters(config.model, *sizes)
@@ -159,7 +161,7 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     Data parallelism all-reduces gradients. ZeRO reduce-scatters them over `fsdp`, and all-reduces
     the shards over the other axes. The gradient of a weight that `tensor` does not split is also
     all-reduced over `tensor` if sequence parallelism is used or each rank's gradient is partial.
-    Pipeline stages all-reduce the gradients of weights that are not part of a layer. With
+    Pipeline stages all-reduce the gradients of weights that they do not split. With
     parallel.offload=state, each microbatch reduces all gradients, one layer at a time.
     """
     parallel, n = config.parallel, config.train.gradient_accumulation_steps
@@ -179,8 +181,9 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
         is_partial = parallel.sequence_parallel or p.has_partial_gradient
         if mesh.split_of("splits_heads") > 1 and not p.axes.intersection(tensor) and is_partial:
             axes.update(tensor)
-        if mesh.split_of("splits_layers") > 1 and not p.layers:
-            axes.update(axes_with("splits_layers"))
+        stage = axes_with("splits_layers")
+        if mesh.split_of("splits_layers") > 1 and not p.axes.intersection(stage):
+            axes.update(stage)
         if axes:
             ordered = tuple(axis for axis in mesh if axis in axes)
             times = n if is_away else 1
@@ -202,12 +205,10 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
     if mesh.split_of("splits_heads") == 1:
         return []
     size = work.tokens * config.model.n_embd * BYTES[config.train.dtype]
-    matrices = layer_matrices(config.model)
-    rows = len([w for w in matrices if w.axes[-1] == "embed"])
-    columns = len([w for w in matrices if w.axes[1] == "embed"])
+    regions = len([w for w in layer_matrices(config.model) if w.axes[-1] == "embed"])  # per layer
     forward = work.layers + work.layers_again
     # A recomputed layer repeats its reductions, but only a following norm needs the last one.
-    repeated = rows if config.model.post_norm else rows - 1
+    repeated = regions if config.model.post_norm else regions - 1
     again = repeated if config.parallel.remat == "full" else 0
 
     def times(purpose: str, kind: str, n: int) -> Traffic:
@@ -220,16 +221,16 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
             table = FLOAT32 * config.model.block_size * config.model.n_embd
         return [
             Traffic("all-reduce", axes, embeddings, embeddings * table, "position embeddings"),
-            times("forward", "all-reduce", forward * rows + work.embeddings),
-            times("backward", "all-reduce", work.layers * columns + work.heads),
+            times("forward", "all-reduce", forward * regions + work.embeddings),
+            times("backward", "all-reduce", work.layers * regions + work.heads),
             times("computed again", "all-reduce", work.layers * again),
         ]
     return [
-        times("forward", "all-gather", forward * columns + work.heads),
-        times("forward", "reduce-scatter", forward * rows + work.embeddings),
-        times("backward", "all-gather", work.layers * rows + embeddings),
-        times("backward", "reduce-scatter", work.layers * columns + work.heads),
-        times("gathered again", "all-gather", work.layers * columns),
+        times("forward", "all-gather", forward * regions + work.heads),
+        times("forward", "reduce-scatter", forward * regions + work.embeddings),
+        times("backward", "all-gather", work.layers * regions + embeddings),
+        times("backward", "reduce-scatter", work.layers * regions + work.heads),
+        times("gathered again", "all-gather", work.layers * regions),
         times("computed again", "reduce-scatter", work.layers * again),
     ]
 
@@ -241,7 +242,9 @@ def _pipeline(
 
     Activations move to the next stage in each tick, and their gradients move back. The outputs of
     the last stage are scattered, and their gradients are gathered. If stages run layers that other
-    stages store, the weights are exchanged twice, and the accumulators and gradients once each.
+    stages store, they exchange weights and gradients: once if each stage stores a slice of all
+    layers, and twice if it stores whole layers. In the last exchange, the layers of all groups are
+    padded to those of the largest group.
     """
     axes = axes_with("splits_layers")
     if not work.ticks:
@@ -254,12 +257,16 @@ def _pipeline(
         Traffic("reduce-scatter", axes, 1, outputs, "outputs"),
         Traffic("all-gather", axes, 1, outputs, "outputs, backward"),
     ]
-    if not layer_groups(config, mesh).is_contiguous:
-        layers = [p for p in parameters if p.layers]
-        width = BYTES[config.train.dtype]
-        sizes = (p.size * (width if p.is_gathered_in_dtype else FLOAT32) for p in layers)
-        size = 2 * sum(sizes) + 2 * FLOAT32 * sum(p.size for p in layers)
-        out.append(Traffic("all-to-all", axes, 4 * len(layers), size, "weights and gradients"))
+    groups, L = layer_groups(config, mesh), config.model.n_layer
+    if not groups.is_contiguous:
+        layers = [p for p in parameters if p.layers and p.axes.intersection(axes)]
+        dtypes = (config.train.dtype if p.is_gathered_in_dtype else "float32" for p in layers)
+        widths = (BYTES[dtype] + FLOAT32 for dtype in dtypes)
+        size = sum(p.size * width for p, width in zip(layers, widths, strict=True))
+        is_whole = L % groups.n_stages == 0  # whether each stage stores whole layers
+        count = (4 if is_whole else 2) * len(layers)
+        size = is_whole * size + size * groups.layers.size // L
+        out.append(Traffic("all-to-all", axes, count, size, "weights and gradients"))
     return out
 
 

@@ -213,6 +213,7 @@ ANSWERED = [
     # nanoGPT
     ("--gradient_accumulation_steps=40", "train.gradient_accumulation_steps=N", None),
     ("--init_from=resume", "--out FOLDER", None),
+    ("--init_from=gpt2-xl --seed 2", "train.init_from=hf:FOLDER", "train.seed=2"),
     ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER", None),
     ("--decay_lr=False", "optimizer.schedule=constant", None),
     ("config/mine.py", "config=config/mine.py: no such file or preset", None),

@@ -1,7 +1,8 @@
 """Memory traffic of a step on one H100: `python tests/perf/h100_bytes.py [PRESET] [key=value ...]`.
 
 PRESET is a key of `STEPS`, by default gpt2. The step is compiled ahead of time, which needs `pip
-install 'jax[cuda12]'` but no GPU. The tables in jaxgpt/perf/README.md have the results.
+install 'jax[cuda12]'` but no GPU. Without a GPU, set JAX_PLATFORMS=cpu. The tables in
+jaxgpt/perf/README.md have the results.
 """
 
 import sys

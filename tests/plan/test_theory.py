@@ -83,6 +83,10 @@ def long(*layout):
         long("1,2,3", "model.n_head=6", "model.n_embd=60", "train.gradient_accumulation_steps=2"),
         long("1,1,3", "model.n_head=6", "model.n_embd=60", SP, "model.block_size=33"),
         ("2,1,4", *LLAMA, "model.qk_norm=True"),  # four ranks share two key-value heads
+        ("2,1,2", SP, SCAN, *LLAMA),
+        long("1,1,4", SP, *LLAMA),
+        long("1,1,2", SP, "parallel.remat=full", *LLAMA),
+        long("1,1,2", SP, "parallel.remat=dots", *LLAMA),
         ("1,1,4", SP, SCAN, "parallel.remat=full", *POST_NORM),
         long("1,1,4", "parallel.remat=full", *POST_NORM),
         ("2,2,1", "parallel.zero_stage=1", *OFFLOAD, "train.gradient_accumulation_steps=4"),
@@ -113,6 +117,10 @@ CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
         long("stage=2,data=2,tensor=2", "parallel.remat=full", SP, *PIPELINE),
         long("stage=2,data=4", *CIRCULAR, *PIPELINE),
         ("stage=2,data=2,tensor=2", SP, *CIRCULAR, *PIPELINE),
+        ("stage=3,data=2", *PIPELINE),  # neither the layers nor D can be divided by 3
+        long("stage=2,data=2", *PIPELINE, "model.n_layer=7"),
+        long("stage=2,fsdp=2", *PIPELINE, "model.n_layer=5"),
+        long("stage=2,data=2", *CIRCULAR, *PIPELINE, "model.n_layer=6"),
         long("context=4,data=2", "parallel.context_impl=ulysses", SCAN),
         ("context=4,data=2", "parallel.context_impl=ring", SCAN),
         long("context=2,data=2,tensor=2", "parallel.context_impl=ring", SP, SCAN),
