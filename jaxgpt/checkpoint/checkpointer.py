@@ -58,8 +58,8 @@ class Save:
     stalled: float = 0.0  # duration of the pause in seconds
     error: Exception | None = None  # reason why this process failed to start the save
     copy: Future[None] | None = None  # copying to the run directory, on process 0 only
-    # `time.perf_counter()` on process 0 when the last file had been written or copied. None means
-    # that this has not happened or is unknown.
+    # `time.perf_counter()` on process 0 when all arrays and metadata had been written or copied.
+    # None means that this has not happened or is unknown.
     ended: float | None = None
     is_logged: bool = False
 
@@ -357,7 +357,7 @@ class Checkpoints:
         return "" if error is None else describe_error(error)
 
     def _note_end(self) -> None:
-        """Note the time. Orbax calls this on process 0 when all files have been written."""
+        """Note the time. Orbax calls this on process 0 before it renames the checkpoint."""
         if self._writing is not None:
             self._writing.ended = time.perf_counter()
 

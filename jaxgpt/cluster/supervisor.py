@@ -114,11 +114,13 @@ class Supervisor:
             if attempt > self._restarts:
                 _say(f"--restarts {self._restarts}: no attempts left")
                 return status
-            why = "read their output, or set a smaller checkpoint.interval"
             is_ready = False
             while not is_ready:
                 if futile and futile == self._give_up_after:
-                    _say(f"--give-up-after {futile}: no new checkpoint in {futile} attempts; {why}")
+                    _say(
+                        f"--give-up-after {futile}: no new checkpoint after {futile} failures; "
+                        "read the output above, or set a smaller checkpoint.interval"
+                    )
                     return status
                 if futile:
                     await self._unless_stopped(asyncio.sleep(RETRY * 2 ** (min(futile, 6) - 1)))
@@ -126,8 +128,7 @@ class Supervisor:
                     is_ready = await self._choose_hosts(directory)
                 if self._signal is not None:
                     return STOPPED if saved else 128 + self._signal
-                if not is_ready:  # this counts as an attempt
-                    futile, why = futile + 1, "no host is healthy"
+                futile += not is_ready  # counts as a failed attempt
             os.environ[JOB_START] = f"{time.time():.3f}"  # so that start-up times are this start's
             _say(f"restart {attempt} of {self._restarts}")
         raise AssertionError("unreachable")
@@ -184,6 +185,7 @@ class Supervisor:
         if task.done():
             return task.result()
         task.cancel()
+        await asyncio.wait([task])
         return None
 
     async def _choose_hosts(self, directory: str) -> bool:
@@ -286,6 +288,8 @@ async def _run_probe(line: Sequence[str], environ: Mapping[str, str]) -> str | N
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
+            # A process that waits for a hung file system does not exit now.
+            await asyncio.wait([asyncio.create_task(process.communicate())], timeout=SETTLE)
     if process.returncode == 0:
         return None
     # If the probe printed no error message, return the first line of the output, which is from the

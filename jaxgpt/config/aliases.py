@@ -206,7 +206,7 @@ CONFIGS = {
 # all processes share.
 NANOGPT_BATCHES = {"train_gpt2": ("12", "40"), "finetune_shakespeare": ("1", "32")}
 # Maps values of nanoGPT's --init_from to advice.
-_DOWNLOADED = "no such folder; download the model, and use train.init_from=hf:FOLDER"
+_DOWNLOADED = "jaxgpt downloads no weights; download the model, and use train.init_from=hf:FOLDER"
 NANOGPT_WEIGHTS = dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), _DOWNLOADED)
 NANOGPT_WEIGHTS["resume"] = "leave it out; --out FOLDER resumes a run from its checkpoint"
 # Maps the NAME in wordplay's `data=NAME` to the name of a dataset.

@@ -337,9 +337,9 @@ def _finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | Non
     elif "load" in later:
         line.notes.append(f"{line.shown['load']}: means --out, which also resumes the run")
     weights = " ".join(line.words.get("train.init_from", ()))
-    if weights in aliases.NANOGPT_WEIGHTS and not Path(weights).exists():
+    shown = line.shown.get("train.init_from", "")
+    if _name(shown) == "init_from" and weights in aliases.NANOGPT_WEIGHTS:
         del line.words["train.init_from"]
-        shown = line.shown.pop("train.init_from")
         line.leave_out(shown, f"{shown}: {aliases.NANOGPT_WEIGHTS[weights]}")
     for key, name, effect in aliases.BROADER:
         if _name(line.shown.get(key, "")) == name:

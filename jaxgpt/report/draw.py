@@ -63,6 +63,7 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
     The legends are outside the panels: the curves above each panel, and the runs (if there are
     several) and the marks below all panels.
+
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     found = [(panel, [series_of(run, panel) for run in runs]) for panel in panels]

@@ -150,7 +150,7 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
 
     def open_same() -> Run:
         final = config_from_dict(decided["config"], "configuration of process 0")
-        dataset = open_dataset(final.data, final.model)
+        dataset = open_run_data(final)
         if not cluster.is_main:
             _check_same_data(dataset, decided, cluster.local_rank == 0)
         return Run(final, Path(final.out), dataset, **decided["run"])
@@ -188,8 +188,6 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
         check_batch(config, mesh_shape(config, n_devices))
     check_trackers(config.train.trackers)
     notes = prepare_default_data(config.data)
-    if config.out:
-        config = with_moved_tokenizer(config, Path(config.out))
     dataset = open_run_data(config)
     dataset.verify()
     config = with_vocabulary(config, dataset)
@@ -282,11 +280,13 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 
 
 def open_run_data(config: Config) -> Dataset:
-    """Open the data of a run. Raises `UsageError` as `open_dataset` does.
+    """Open the data of a run. Raises `UsageError` as `open_dataset` and `with_moved_tokenizer` do.
 
     If train.init_from is set and the data's vocabulary is larger than model.vocab_size, the error
     message starts with train.init_from instead of model.vocab_size.
     """
+    if config.out:
+        config = with_moved_tokenizer(config, Path(config.out))
     try:
         return open_dataset(config.data, config.model)
     except UsageError as error:

@@ -100,10 +100,16 @@ class ConstraintContext(ParallelContext):
         array = stored.array if stored.array.ndim == 1 else stored.array.astype(self.dtype)
         return self.constrain(array, *stored.spec)
 
-    def column_parallel_matmul(self, x, kernel, n, parts=False):
-        y = jnp.tensordot(self.copy_to_tensor_region(x), self.param(kernel), n)
-        y = self.constrain(y, self.batch, None, *kernel.spec[n:])
-        return tuple(jnp.unstack(y, axis=x.ndim - n)) if parts else y
+    def column_parallel_matmuls(self, x, kernels, n, parts):
+        x = self.copy_to_tensor_region(x)
+
+        def product(kernel, in_parts):
+            y = self.constrain(
+                jnp.tensordot(x, self.param(kernel), n), self.batch, None, *kernel.spec[n:]
+            )
+            return tuple(jnp.unstack(y, axis=x.ndim - n)) if in_parts else y
+
+        return tuple(map(product, kernels, parts))
 
     def row_parallel_matmul(self, x, kernel, n):
         return self.reduce_from_tensor_region(jnp.tensordot(x, self.param(kernel), n))

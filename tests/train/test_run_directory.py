@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxgpt import inspect
+from jaxgpt import batches, inspect, load_config
 from jaxgpt.checkpoint.metadata import add_checksum
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, DataConfig, UsageError, parse_args
@@ -121,7 +121,11 @@ def test_a_renamed_run_finds_the_tokenizer_in_its_folder(tmp_path, capsys):
         with pytest.raises(UsageError, match="the data has changed since the run was trained"):
             Repeater(moved, started.config, started.batch_sizes, [], [], cluster)
         resumed = run_directory.prepare_run(parse_args(["--out", str(moved)]), cluster)
-    assert (resumed.resume_step, resumed.config.data.tokenizer) == (2, str(moved))
+    assert (resumed.resume_step, resumed.dataset.tokenizer.vocab_size) == (2, 26)
+
+    own = load_config(str(moved / "config.yaml"), "--out", str(moved))
+    (batch,) = batches(own, [1])
+    assert batch.tokens[0].tolist() == row["tokens"]
 
     with pytest.raises(SystemExit):  # the path in the command is wrong
         inspect.main([*shown, f"data.tokenizer={tmp_path / 'wrong'}"])
