@@ -106,8 +106,7 @@ class Plots:
                 look = {"source": source, "name": f"{run.name}, {label}", "color": color}
                 if len(source.data["y"]) and (several or len(panel.curves) > 1):
                     look["legend_label"] = run.name if several else label
-                dash = DASHES[curve]
-                lines.append(fig.line(x, "y", **look, line_dash=dash, **STYLES[style]))
+                lines.append(fig.line(x, "y", **look, **STYLES[style], line_dash=DASHES[curve]))
                 if style == "points" or np.isfinite(source.data["y"]).sum() == 1:
                     fig.scatter(x, "y", **look)
             look = {"source": self._sources[panel.title, i, -1], "color": "color"}
@@ -146,13 +145,12 @@ def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
     marks = [events(run.records) for run in runs]
     kinds = {mark.kind for of_run in marks for mark in of_run}
     legend = " ".join(_swatch(c, meaning) for k, (c, _, _, meaning) in MARKS.items() if k in kinds)
-    if len(runs) > 1:  # the color shows the run
-        for panel in PANELS:
-            kinds_of_line = zip(DASHES, panel.curves, strict=False)
-            if len(panel.curves) > 1:
-                named = "; ".join(f"{dash}: {label}" for dash, (*_, label) in kinds_of_line)
-                legend += f"<br>Lines in {panel.title}: {named}"
     above = f"<h1>{html.escape(title)}</h1>{_table(list(rows[0]), cells)}<p>{legend}</p>"
+    for panel in PANELS:
+        if len(runs) > 1 and len(panel.curves) > 1:  # the color shows the run
+            curves = zip(DASHES, panel.curves, strict=False)
+            named = "; ".join(f"{dash}: {label}" for dash, (*_, label) in curves)
+            above += f"<p>Lines in {panel.title}: {named}</p>"
     goodput = [(r.name, account(goodput_records(g))) for r in runs if (g := r.records["goodput"])]
     startup = [
         (f"{run.name}, start {number}", {name: s["max"] for name, s in done["phases"].items()})
