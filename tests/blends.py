@@ -1,12 +1,19 @@
 """Corpora in every data format, whose tokens reveal their corpus and position."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 
-from jaxgpt.data.prepare.writer import megatron_writer
+from jaxgpt.data.prepare.writer import write_index
 
 KINDS = ("folder", "flat", "indexed")
+
+
+def write_pair(prefix, documents, dtype=np.uint16):
+    """Write PREFIX.bin and PREFIX.idx from the token IDs of each document."""
+    np.concatenate(documents).astype(dtype).tofile(f"{prefix}.bin")
+    write_index(Path(f"{prefix}.idx"), np.dtype(dtype), np.array([len(ids) for ids in documents]))
 
 
 def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size=97):
@@ -30,9 +37,7 @@ def write_corpora(directory, n_tokens=(5000, 3001, 4000, 2500, 1999), vocab_size
         elif kind == "flat":
             tokens.tofile(f"{path}.bin")
         else:
-            with megatron_writer(path, np.uint16) as add:
-                for first in range(0, size, 250):
-                    add(tokens[first : first + 250])
+            write_pair(path, [tokens[first : first + 250] for first in range(0, size, 250)])
         suffix = ".bin" if kind == "flat" else ""
         lines.append(f"{weight} {path}{suffix} name{c}")
     return lines

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blends import write_corpora
+from blends import write_corpora, write_pair
 from jaxgpt.config import UsageError, load_config
 from jaxgpt.data.dataset import open_dataset, vocabulary_size
 from jaxgpt.data.loader import Loader
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare.writer import megatron_writer, write_dataset
+from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer
 
 SETTINGS = (
@@ -170,9 +170,7 @@ def test_a_copy_that_is_cut_off_is_named(lines, tmp_path):
 def test_a_split_that_is_too_short_for_a_row_is_named(lines, documents, tokens, remedy, tmp_path):
     with pytest.raises(UsageError, match=r"corpus1.bin has 30 tokens for split val .* at least 65"):
         opened(lines, "data.val_share=0.01")
-    with megatron_writer(tmp_path / "small", np.uint16) as add:
-        for size in documents:
-            add(np.arange(size) % 97)
+    write_pair(tmp_path / "small", [np.arange(size) % 97 for size in documents])
     with pytest.raises(
         UsageError, match=rf"small.bin has {tokens} tokens for split train with data.*{remedy}"
     ):

@@ -5,9 +5,10 @@ import struct
 import numpy as np
 import pytest
 
+from blends import write_pair
 from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
-from jaxgpt.data.prepare.writer import megatron_writer, write_index
+from jaxgpt.data.prepare.writer import scratch_folder, write_index
 
 # Four documents of uint16 tokens, with 2, 0, 1 (empty) and 1 sequences.
 TOKENS = [7, 8, 9, 10, 11, 12]
@@ -39,28 +40,17 @@ def test_an_index_is_read(pair, suffix):
     assert [index.find(token).number for token in range(6)] == [0, 0, 0, 0, 0, 3]
 
 
-def test_what_is_written_is_the_format_byte_for_byte(pair, tmp_path):
-    with megatron_writer(tmp_path / "new" / "d", np.uint16) as add:
-        add(TOKENS[:2])
-        add(TOKENS[2:4], ends=False)
-        add(TOKENS[4:5])
-        add([])
-        add(TOKENS[5:])
-    # The sequences of `pair`, each of them a document.
-    assert (tmp_path / "new" / "d.idx").read_bytes() == IDX[:DOCUMENTS] + struct.pack(
-        "<5q", 0, 1, 2, 3, 4
-    )
-    assert (tmp_path / "new" / "d.bin").read_bytes() == pair.with_suffix(".bin").read_bytes()
+def test_what_is_written_is_the_format_byte_for_byte(tmp_path):
+    # The sequences of `IDX`, each of them a document.
+    write_index(tmp_path / "d.idx", np.dtype("<u2"), np.array([2, 3, 0, 1]))
+    documents = struct.pack("<5q", 0, 1, 2, 3, 4)
+    assert (tmp_path / "d.idx").read_bytes() == IDX[:DOCUMENTS] + documents
 
 
 @pytest.mark.parametrize(("code", "dtype"), CODES.items())
 def test_every_integer_of_megatron_is_known(tmp_path, code, dtype):
     largest = np.iinfo(dtype).max
-    with megatron_writer(tmp_path / "c", dtype) as add:
-        add([0, largest])
-        if dtype is not np.int64:
-            with pytest.raises(UsageError, match="do not fit"):
-                add([int(largest) + 1])
+    write_pair(tmp_path / "c", [[0, largest]], dtype)
     index = read_index(tmp_path / "c")
     assert (tmp_path / "c.idx").read_bytes()[17] == code
     assert np.fromfile(index.bin_path, index.dtype).tolist() == [0, largest]
@@ -121,8 +111,8 @@ def test_a_truncated_token_file_is_refused(pair):
 
 
 def test_a_crash_leaves_the_old_pair_and_nothing_else(pair):
-    with pytest.raises(KeyboardInterrupt), megatron_writer(pair, np.uint16) as add:
-        add([1, 2, 3])
+    with pytest.raises(KeyboardInterrupt), scratch_folder(pair.parent) as scratch:
+        (scratch / "c.bin").write_bytes(bytes(6))
         raise KeyboardInterrupt
     assert sorted(f.name for f in pair.parent.iterdir()) == ["c.bin", "c.idx"]
     assert read_index(pair).total_tokens == 6
@@ -143,9 +133,7 @@ def test_megatron_core_reads_and_writes_the_same(tmp_path, dtype):
     for ids in tokens:
         builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
     builder.finalize(f"{theirs}.idx")
-    with megatron_writer(tmp_path / "ours", dtype) as add:
-        for ids in tokens:
-            add(ids)
+    write_pair(tmp_path / "ours", tokens, dtype)
     for suffix in ("bin", "idx"):
         ours = (tmp_path / f"ours.{suffix}").read_bytes()
         assert ours == (tmp_path / f"theirs.{suffix}").read_bytes()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from blends import write_pair
 from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
 from jaxgpt.checkpoint.metadata import add_checksum, newest_undamaged, read_meta
 from jaxgpt.config import (
@@ -29,7 +30,6 @@ from jaxgpt.convert.safetensors import open_folder, write_folder
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.builtin import prepare_text
-from jaxgpt.data.prepare.writer import megatron_writer
 from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.inspect import differences
@@ -104,9 +104,7 @@ def home(tmp_path_factory):
     (home / "text.txt").write_text("Now is the winter of our discontent. " * 400)
     prepare_text(home / "data", [home / "text.txt"], "char")
     tokens = np.arange(4000, dtype=np.uint16) % 97
-    with megatron_writer(home / "pair", np.uint16) as add:
-        for first in range(0, 4000, 250):
-            add(tokens[first : first + 250])
+    write_pair(home / "pair", [tokens[first : first + 250] for first in range(0, 4000, 250)])
     tokens.tofile(home / "flat.bin")
     (home / "list.txt").write_text(f"0.5 {home}/data a\n0.25 {home}/data b\n")
     (home / "gpt2").mkdir()

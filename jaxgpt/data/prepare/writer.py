@@ -1,17 +1,16 @@
-"""Writers for nanoGPT folders with meta.json and for Megatron-LM file pairs."""
+"""Writers for nanoGPT folders with meta.json and for Megatron-LM indexes."""
 
 import contextlib
 import json
 import os
 import tempfile
-from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from jaxgpt.config import UsageError
-from jaxgpt.data.megatron import CODES, HEADER, MAGIC, prefix_of
+from jaxgpt.data.megatron import CODES, HEADER, MAGIC
 from jaxgpt.data.nanogpt import mask_path
 from jaxgpt.data.source import ALL_SPLITS, SPLITS
 from jaxgpt.data.token_file import TokenFile, Tokens, fingerprint
@@ -108,49 +107,6 @@ def write_dataset(
         for split in SPLITS:
             ids = tokens[split].astype(token_dtype(tokenizer.vocab_size))
             ids.tofile(scratch / f"{split}.bin")
-
-
-@contextlib.contextmanager
-def megatron_writer(
-    prefix: Path | str, dtype: np.dtype | type
-) -> Iterator[Callable[[np.ndarray, bool], None]]:
-    """Yield a function that adds tokens to PREFIX.bin and PREFIX.idx, one sequence per document.
-
-    The function takes token IDs of shape (tokens,). Pass `ends=False` if the document continues in
-    the next call. Both files appear, or replace existing files, when the block ends. The last
-    document must be complete. `dtype` must be one of `CODES`.
-
-    Raises:
-        UsageError: if a token ID does not fit into `dtype`, or if a document has more than 2^31 - 1
-            tokens.
-        OSError: if a file cannot be written.
-
-    >>> with megatron_writer("corpus", np.uint16) as add:
-    ...     add([5, 6, 7])  # a document
-    ...     add([8, 9], ends=False)  # the start of the next document
-    ...     add([10])
-    """
-    prefix, dtype = prefix_of(prefix), np.dtype(dtype).newbyteorder("<")
-    lengths, unfinished = array("q"), 0  # document lengths in tokens
-
-    with scratch_folder(prefix.parent) as scratch:
-        with open(scratch / f"{prefix.name}.bin", "wb") as file:
-
-            def add(tokens: np.ndarray, ends: bool = True) -> None:
-                nonlocal unfinished
-                ids = np.asarray(tokens).astype(dtype)
-                if not np.array_equal(ids, tokens):
-                    raise UsageError(f"{prefix}.bin: token IDs do not fit into {dtype.name}")
-                file.write(ids.data)
-                unfinished += ids.size
-                if ends:
-                    lengths.append(unfinished)
-                    unfinished = 0
-
-            yield add
-        assert not unfinished, "the last document has not ended"
-        write_index(scratch / f"{prefix.name}.idx", dtype, np.array(lengths, np.int64))
-        Path(f"{prefix}.idx").unlink(missing_ok=True)  # the old index does not match the new tokens
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
