@@ -171,6 +171,8 @@ def test_an_allocation_of_slurms_is_launched_with_srun(job, environ, options, li
          ["rank 0 on device 5, rank 1 on device 3"]),
         (None, None, "", {"CUDA_VISIBLE_DEVICES": "-1"}, 8, ["rank 0, on CPUs"]),
         (None, None, "", {"CUDA_VISIBLE_DEVICES": ""}, 8, ["rank 0, on CPUs"]),
+        (None, None, "", {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "2,3"}, 8,
+         ["rank 0 on device 2, rank 1 on device 3"]),
         # Hosts of Polaris have four GPUs. The host that starts the job may have none.
         (None, 2, POLARIS, {}, 0, ["rank 0 on device 0+1, rank 1 on device 2+3",
                                    "rank 2 on device 0+1, rank 3 on device 2+3"]),
@@ -520,6 +522,32 @@ def test_a_script_may_go_on_after_training(monkeypatch, tmp_path):
     script = ["sh", str(tmp_path / "run.sh")]
     job = Supervisor(layout, lambda layout, environ: [], script, restarts=0)
     assert job.run() == 7  # not killed after 1 s
+
+
+CONNECTS_AGAIN = """
+import json, os, socket, time
+host, port = os.environ["JAXGPT_SUPERVISOR"].split(":")
+message = {"job": os.environ["JAXGPT_JOB"], "run": ".", "ending": False, "resumed": 0, "saved": 0}
+links = [socket.create_connection((host, int(port))) for _ in range(2)]
+for step, link in enumerate(links):
+    link.sendall(json.dumps(message | {"step": step}).encode() + b"\\n")
+    time.sleep(0.5)
+for link in links[:N_CLOSED]:
+    link.close()
+time.sleep(5)
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(("n_closed", "status"), [(1, 7), (2, 128 + signal.SIGTERM)])
+def test_a_launcher_is_killed_after_process_0_exits_but_not_after_it_reconnects(
+    n_closed, status, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "COMMAND", 1.0)
+    layout = launchers.place_processes(1, None, None, {})
+    script = CONNECTS_AGAIN.replace("N_CLOSED", str(n_closed))
+    job = Supervisor(layout, lambda layout, environ: [], [sys.executable, "-c", script], restarts=0)
+    assert job.run() == status
 
 
 def test_attempts_after_the_first_have_their_own_start_time():

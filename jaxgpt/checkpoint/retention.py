@@ -24,7 +24,7 @@ def kept_steps(
         losses: validation losses by step, without NaNs. Steps without a loss never count as best.
     """
     kept = set(saved[-checkpoint.keep :])
-    if rewinds and checkpoint.interval:
+    if rewinds:
         on_time = [step for step in saved if step % checkpoint.interval == 0]
         kept.update(on_time[-checkpoint.keep :])
     if checkpoint.keep_every is not None:

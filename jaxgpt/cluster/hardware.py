@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, TextIO
@@ -46,6 +47,20 @@ def accelerator_expected() -> bool:
         if not hidden and any(map(glob.glob, files)):
             return True
     return False
+
+
+def visible_devices(environ: Mapping[str, str]) -> tuple[str, list[str]] | None:
+    """Return the variable that restricts the visible devices, and the names of these devices.
+
+    This is the first of `VISIBLE_VARIABLES` with a value or, if all values are empty, the first one
+    that is set. There are no names if its value hides all devices. Returns None if no variable is
+    set.
+    """
+    given = [name for name in VISIBLE_VARIABLES if name in environ]
+    if not given:
+        return None
+    variable = next(filter(environ.get, given), given[0])
+    return variable, [name for name in environ[variable].split(",") if name not in ("", "-1")]
 
 
 def count_accelerators(only_usable: bool = False) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxgpt.cluster.environment import read_int
-from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, count_accelerators, own_cpus
+from jaxgpt.cluster.hardware import count_accelerators, own_cpus, visible_devices
 from jaxgpt.cluster.hosts import HOST_FILES, job_hosts
 from jaxgpt.cluster.machines import Machine, find_machine
 from jaxgpt.cluster.timeouts import SLOW_DISK
@@ -150,10 +150,9 @@ def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[s
     line only says that Slurm chooses the devices.
     """
     machine, per_host = layout.machine, layout.per_host
-    visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     n_devices = machine.devices_per_host if machine else count_accelerators()
-    devices = environ[visible].split(",") if visible else [str(i) for i in range(n_devices)]
-    devices = [device for device in devices if device not in ("", "-1")]
+    visible = visible_devices(environ)
+    devices = visible[1] if visible else [str(i) for i in range(n_devices)]
     each = len(devices) // per_host
     is_certain = layout.is_local or not _wants_accelerators(environ)
 
@@ -176,13 +175,12 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
 def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
     """Return the default number of processes per host, and the reason for it."""
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
-    visible = next((v for v in VISIBLE_VARIABLES if v in environ), None)
     if asked := read_int(environ, "SLURM_NTASKS_PER_NODE"):
         return asked, f"SLURM_NTASKS_PER_NODE={asked}"
     if _wants_accelerators(environ):
-        if visible:
-            devices = [d for d in environ[visible].split(",") if d not in ("", "-1")]
-            return max(1, len(devices)), f"{visible}={environ[visible]}"
+        if visible := visible_devices(environ):
+            variable, devices = visible
+            return max(1, len(devices)), f"{variable}={environ[variable]}"
         if machine:
             return machine.devices_per_host, f"one per device of each {machine.name} host"
         if given := read_int(environ, "SLURM_GPUS_ON_NODE"):

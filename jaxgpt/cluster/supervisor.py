@@ -1,17 +1,16 @@
 """Restarting a job within its allocation until it is done, for `jaxgpt.launch --restarts`."""
 
 import asyncio
-import dataclasses
 import json
 import os
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxgpt.cluster.environment import JOB, JOB_START, SUPERVISOR
@@ -19,11 +18,24 @@ from jaxgpt.cluster.hosts import reachable_name
 from jaxgpt.cluster.launch_line import LAUNCH_LINE
 from jaxgpt.cluster.launchers import Launcher, ProcessLayout, place_on
 from jaxgpt.cluster.monitor import keep_alive
+from jaxgpt.cluster.process_group import listen
 from jaxgpt.cluster.shutdown import BAD_USAGE, DONE, STDERR, STOPPED, nobody_reads, stop_signals
 from jaxgpt.cluster.timeouts import COMMAND, RETRY, SETTLE, SLOW_DISK
 
 # Exit statuses after which a restart is useless or unwanted.
 FINAL = (DONE, BAD_USAGE, STOPPED, 128 + signal.SIGINT)
+
+
+@dataclass
+class Attempt:
+    """State of one attempt to run the command."""
+
+    job: str = field(default_factory=lambda: secrets.token_hex(8))
+    progress: dict[str, Any] | None = None  # newest message from `SupervisorLink`
+    link: asyncio.StreamWriter | None = None  # connection that sent `progress`
+    is_ending: bool = False  # whether the run has ended and its processes are exiting
+    # When the launcher should have exited; None while process 0 is connected.
+    deadline: float | None = None
 
 
 class Supervisor:
@@ -55,11 +67,7 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._signal: int | None = None
         self._kills: asyncio.Task[None] | None = None  # after a second Ctrl-C
-        # State of the current attempt.
-        self._job = ""
-        self._progress: dict | None = None  # newest message from `SupervisorLink`
-        self._is_ending = False  # whether the run has ended and its processes are exiting
-        self._gone: float | None = None  # when process 0 disconnected
+        self._attempt = Attempt()
 
     def run(self) -> int:
         """Run the command until it is done or the supervisor gives up. Return an exit status.
@@ -85,7 +93,7 @@ class Supervisor:
         self._asked_to_stop = asyncio.Event()
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._forward_signal, number)
-        listener = socket.create_server(("", 0))
+        listener = listen(":0")
         host = "localhost" if self._layout.is_local else reachable_name()
         self._address = f"{host}:{listener.getsockname()[1]}"
         await asyncio.start_server(self._receive_progress, sock=listener)
@@ -95,7 +103,7 @@ class Supervisor:
             began = time.monotonic()
             status = await self._run_attempt()
             seconds = time.monotonic() - began
-            progress, is_newer = self._progress, False
+            progress, is_newer = self._attempt.progress, False
             if progress is not None:
                 is_newer = progress["saved"] > (saved if has_trained else progress["resumed"])
                 has_trained, saved, directory = True, progress["saved"], progress["run"]
@@ -135,9 +143,8 @@ class Supervisor:
 
     async def _run_attempt(self) -> int:
         """Start the command, wait until its launcher has exited, and return the exit status."""
-        self._job, self._gone = secrets.token_hex(8), None
-        self._is_ending, self._progress = False, None
-        environ = {**os.environ, SUPERVISOR: self._address, JOB: self._job}
+        attempt = self._attempt = Attempt()
+        environ = {**os.environ, SUPERVISOR: self._address, JOB: attempt.job}
         line = [*self._launcher(self._layout, environ), *self._command]
         environ[LAUNCH_LINE] = shlex.join(line)
         _say(environ[LAUNCH_LINE])
@@ -149,8 +156,7 @@ class Supervisor:
             self._process.send_signal(signal.SIGUSR1)
         ended = asyncio.create_task(self._process.wait())
         while not (await asyncio.wait([ended], timeout=1))[0]:
-            patience = SLOW_DISK if self._is_ending else COMMAND
-            is_over = self._gone is not None and time.monotonic() - self._gone > patience
+            is_over = attempt.deadline is not None and time.monotonic() > attempt.deadline
             if is_over and self._ends_with_training:  # a script may go on
                 _say("process 0 has exited, but its launcher has not; killing the launcher")
                 os.killpg(self._process.pid, signal.SIGTERM)  # lets srun end its step
@@ -163,20 +169,22 @@ class Supervisor:
     ) -> None:
         """Record the progress reported by process 0 until it disconnects."""
         keep_alive(writer)
-        job = None
+        attempt, is_lost = self._attempt, False
         try:
             while line := await reader.readline():
                 message = json.loads(line)
-                job = message.pop("job")
-                if job != self._job:
+                if message.pop("job") != attempt.job:
                     break
-                self._gone, self._is_ending = None, message.pop("ending")
-                self._progress = message
+                attempt.is_ending = message.pop("ending")
+                attempt.progress, attempt.link, attempt.deadline = message, writer, None
+        except TimeoutError:  # process 0 is lost with its host, or will connect again
+            is_lost = True
         except (OSError, ValueError, TypeError, KeyError, AttributeError, asyncio.CancelledError):
-            pass  # process 0's host is lost, another program connected, or the supervisor exits
+            pass  # process 0 was killed, another program connected, or the supervisor exits
         writer.close()
-        if job is not None and job == self._job:
-            self._gone = time.monotonic()
+        if attempt.link is writer:  # process 0 has not connected again
+            patience = SLOW_DISK if attempt.is_ending or is_lost else COMMAND
+            attempt.deadline = time.monotonic() + patience
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of `work`. If a signal arrives first, cancel it and return None."""
@@ -196,7 +204,7 @@ class Supervisor:
         """
         before, began = self._layout, time.monotonic()
         problems = await self._unless_stopped(
-            check_hosts(before, self._launcher, self._good, self._job, directory)
+            check_hosts(before, self._launcher, self._good, self._attempt.job, directory)
         )
         if problems is None:
             return False
@@ -262,7 +270,7 @@ async def check_hosts(
     for host in hosts:
         line = probe
         if not layout.is_local:
-            one = dataclasses.replace(place_on(layout, [host]), n_processes=1, per_host=1)
+            one = replace(place_on(layout, [host]), n_processes=1, per_host=1)
             line = [*launcher(one, environ), *probe]
             if line[0] == "srun":  # leftover processes may still hold the devices
                 line[1:1] = ["--overlap"]

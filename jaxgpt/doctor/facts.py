@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxgpt.cluster.hardware import (
-    VISIBLE_VARIABLES,
     count_accelerators,
     own_cpus,
     usable_device_files,
+    visible_devices,
 )
 from jaxgpt.cluster.hosts import address_towards, job_hosts
 from jaxgpt.cluster.process_group import ProcessGroup, catch_usage_error
@@ -48,7 +48,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     import jax
 
     local = jax.local_devices()
-    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), "")
+    _, visible = visible_devices(os.environ) or ("", [])
     hosts, error = catch_usage_error(job_hosts, os.environ)
     return {
         "host": cluster.hosts[cluster.rank],  # rank of the first process on this host
@@ -79,15 +79,15 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     }
 
 
-def device_names(numbers: Sequence[int], visible: str) -> list[str]:
+def device_names(numbers: Sequence[int], visible: Sequence[str]) -> list[str]:
     """Return a name for each of this process's devices.
 
-    Different GPUs of a host should get different names. `visible` is the value of a variable such
-    as CUDA_VISIBLE_DEVICES, or "". `numbers` holds each device's index among the visible devices.
-    Processes may use the same index for different devices, because `visible` or a cgroup may select
-    the devices that a process sees.
+    Different GPUs of a host should get different names. `visible` holds the devices that a variable
+    such as CUDA_VISIBLE_DEVICES selects, if any. `numbers` holds each device's index among the
+    visible devices. Processes may use the same index for different devices, because `visible` or a
+    cgroup may select the devices that a process sees.
     """
-    seen = dict(enumerate(visible.split(","))) if visible else {}
+    seen = dict(enumerate(visible))
     usable = " ".join(usable_device_files())
     return [f"{seen.get(n, n)} of {usable or 'the host'}" for n in numbers]
 

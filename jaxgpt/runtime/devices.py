@@ -5,10 +5,10 @@ import os
 import platform
 
 from jaxgpt.cluster.hardware import (
-    VISIBLE_VARIABLES,
     accelerator_expected,
     count_accelerators,
     usable_device_files,
+    visible_devices,
 )
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, devices_per_process
@@ -84,7 +84,7 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
 
     The third value is this process's index among those processes. All processes must call this.
     """
-    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
+    _, visible = visible_devices(os.environ) or ("", [])
     # In a Slurm task with its own cgroup, device 0 is the first device that the task may use.
     mine = [visible, usable_device_files()]
     everyone = zip(cluster.allgather(mine), cluster.hosts, strict=True)
@@ -92,7 +92,7 @@ def _visible_accelerators(cluster: ProcessGroup) -> tuple[list[str], int, int]:
     # An Intel GPU has one device file for several tiles, so use the machine's number of devices.
     n_seen = count_accelerators(only_usable=True)
     n_seen = n_seen or (cluster.machine.devices_per_host if cluster.machine else 0)
-    seen = visible.split(",") if visible else [str(i) for i in range(n_seen)]
+    seen = visible or [str(i) for i in range(n_seen)]
     return seen, on_host.count(mine), on_host[: cluster.local_rank].count(mine)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgpt.cluster.environment import COORDINATOR, check_address
-from jaxgpt.cluster.hardware import VISIBLE_VARIABLES, accelerator_expected
+from jaxgpt.cluster.hardware import accelerator_expected, visible_devices
 from jaxgpt.cluster.hosts import HOST_FILES, address_towards
 from jaxgpt.cluster.launch_line import launch_line
 from jaxgpt.cluster.process_group import ProcessGroup, connect_to_rank0, own_host
@@ -273,11 +273,9 @@ def _own_devices() -> list[str]:
     devices = jax.local_devices()
     if devices[0].platform == "cpu":
         return [f"{len(devices)} cpu devices" if len(devices) > 1 else "cpu"]
-    visible = next((os.environ[v] for v in VISIBLE_VARIABLES if os.environ.get(v)), None)
+    _, names = visible_devices(os.environ) or ("", [])  # JAX counts only the visible devices
     numbers = [device.local_hardware_id for device in devices]
-    if visible:  # JAX counts only the visible devices
-        names = visible.split(",")
-        numbers = [names[n] if n < len(names) else n for n in numbers]
+    numbers = [names[n] if n < len(names) else n for n in numbers]
     return [f"{device.platform} {n}" for device, n in zip(devices, numbers, strict=True)]
 
 

@@ -18,7 +18,7 @@ from jaxgpt.tracking.records import REWIND_SHAPE
 FILE = "rewinds.json"
 # Record kinds that may appear between a rewind record and the next step.
 BETWEEN_STEPS = ("damage", "start", "goodput", "straggler", "corruption")
-SHAPE = REWIND_SHAPE | {"to": int, "done": bool, "sequences?": (int, int)}
+SHAPE = REWIND_SHAPE | {"to": int, "done": bool, "sequences": (int, int)}
 
 
 class NoRewind(Exception):
@@ -35,7 +35,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
     - `to`: the step of the checkpoint that the run went back to; 0 is the initial state.
     - `skip`: the first and the last step to skip, as a list, with the batch sizes at the rewind.
     - `sequences`: the first and the last sequence to skip, as a list. If the batch size changes,
-      these sequences are in other steps. Files from older versions lack this key.
+      these sequences are in other steps.
     - `dropped`: the first and the last abandoned step, as a list.
     - `done`: whether the checkpoints of the abandoned steps have been removed.
 
@@ -63,8 +63,6 @@ def skipped_by_rewinds(directory: Path, sizes: BatchSizes) -> list[tuple[int, in
 
 def skipped_by(rewind: dict[str, Any], sizes: BatchSizes) -> tuple[int, int]:
     """Return the first and the last step that a rewind skips, given the run's batch sizes."""
-    if "sequences" not in rewind:
-        return tuple(rewind["skip"])
     first, last = (max(0, number) for number in rewind["sequences"])  # the file may be damaged
     return sizes.step_of(first), sizes.step_of(last)
 

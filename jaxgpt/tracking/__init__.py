@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from jaxgpt.cluster.environment import SUPERVISOR
 from jaxgpt.config import UsageError, in_words
-from jaxgpt.tracking.background import BackgroundTracker
+from jaxgpt.tracking.background import BackgroundTracker, FallenBehind
 from jaxgpt.tracking.csv import Csv
 from jaxgpt.tracking.jsonl import JsonLines, Samples
 from jaxgpt.tracking.records import Record
@@ -133,7 +133,9 @@ class Trackers:
                 if method == "close":
                     self._say(f"{failed}; its output is incomplete")
                 elif name not in self._failing:
-                    self._say(f"{failed}; it will be retried")
+                    is_dropped = isinstance(error, FallenBehind)
+                    what_now = "new records are dropped" if is_dropped else "it will be retried"
+                    self._say(f"{failed}; {what_now}")
                 self._failing.add(name)
             else:
                 if name in self._failing:

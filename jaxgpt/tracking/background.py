@@ -14,13 +14,17 @@ PAUSE = ANSWER / 2  # seconds between attempts; must be shorter than the wait in
 ATTEMPTS = 20  # maximum number of attempts to log a record; they take at least 95 s
 
 
+class FallenBehind(TimeoutError):
+    """Raised if a record is dropped because `LIMIT` older records are still waiting."""
+
+
 class BackgroundTracker:
     """Runs a tracker in its own thread.
 
     A failed call is retried every `PAUSE` seconds, and newer calls wait in a queue. A record is
     dropped after `ATTEMPTS` failures. While calls fail, `open`, `log` and `rewind` queue their call
     and then raise the tracker's latest error. If the tracker is `LIMIT` records behind, `log` drops
-    the record and raises `TimeoutError`. Goodput records between a rewind and the next training
+    the record and raises `FallenBehind`. Goodput records between a rewind and the next training
     record are also dropped.
     """
 
@@ -50,7 +54,7 @@ class BackgroundTracker:
             return  # the rewind may have dropped the steps of this record
         if self._todo.qsize() >= LIMIT:
             self._n_lost += 1
-            raise TimeoutError(f"it is {LIMIT} records behind")
+            raise FallenBehind(f"it is {LIMIT} records behind")
         self._put("log", record)
 
     def rewind(self, step: int) -> None:

@@ -232,5 +232,6 @@ def step_options(config: Config, platform: str, n_devices: int) -> dict[str, Any
         options = options | DETERMINISTIC_GPU_OPTIONS
     if platform == "gpu" and config.train.matmul_dtype is not None:
         options = options | FLOAT8_GPU_OPTIONS
-    flags = os.environ.get("XLA_FLAGS", "")  # a compiler option would override the flag
-    return {name: value for name, value in options.items() if f"--{name}" not in flags} or None
+    # A compiler option would override a flag.
+    given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if f"--{name}" not in given} or None

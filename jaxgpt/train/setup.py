@@ -29,7 +29,10 @@ from jaxgpt.train.step import Metrics
 
 
 class Trainer(NamedTuple):
-    """The parts of a run that the training loop uses. They stay the same across restarts."""
+    """The parts of a run that the training loop uses.
+
+    They stay the same across restarts, except for the batch sizes of `loader`.
+    """
 
     job: Job
     train_step: Callable[..., tuple[TrainState, Metrics]]  # the compiled `train_step`

@@ -176,17 +176,17 @@ def test_devices_are_told_apart(monkeypatch):
     def names(n, chosen, visible, usable):
         monkeypatch.setattr(hardware.glob, "glob", lambda p: usable if "nvidia" in p else [])
         monkeypatch.setattr(hardware.os, "access", lambda path, mode: True)
-        return facts_module.device_names(chosen or range(n), visible or "")
+        return facts_module.device_names(chosen or range(n), visible)
 
     every = ["/dev/nvidia0", "/dev/nvidia1"]
-    one_takes_all = names(2, None, None, every)
-    shared_out = names(1, [0], None, every), names(1, [1], None, every)
-    by_variable = names(1, None, "0", every), names(1, None, "1", every)
-    by_control_group = names(1, None, "0", every[:1]), names(1, None, "0", every[1:])
+    one_takes_all = names(2, None, [], every)
+    shared_out = names(1, [0], [], every), names(1, [1], [], every)
+    by_variable = names(1, None, ["0"], every), names(1, None, ["1"], every)
+    by_control_group = names(1, None, ["0"], every[:1]), names(1, None, ["0"], every[1:])
     assert len(set(one_takes_all)) == 2
     for a, b in (shared_out, by_variable, by_control_group):
         assert a != b
-    assert names(1, None, "0", every) == names(1, None, "0", every)
+    assert names(1, None, ["0"], every) == names(1, None, ["0"], every)
 
 
 def test_the_facts_of_this_process():

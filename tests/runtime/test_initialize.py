@@ -3,6 +3,7 @@ import dataclasses
 import jax
 import pytest
 
+from jaxgpt.cluster.hardware import VISIBLE_VARIABLES
 from jaxgpt.cluster.machines import find_machine
 from jaxgpt.cluster.monitor import Monitor
 from jaxgpt.cluster.process_group import ProcessGroup
@@ -14,7 +15,7 @@ from jaxgpt.runtime.devices import count_devices, cpu_devices_per_process, local
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for variable in (*own.VISIBLE_VARIABLES, "JAX_NUM_CPU_DEVICES"):
+    for variable in (*VISIBLE_VARIABLES, "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -83,7 +84,7 @@ def cluster_of(local_rank, local_size, others=None):
     )
 
 
-@pytest.mark.parametrize("variable", own.VISIBLE_VARIABLES)
+@pytest.mark.parametrize("variable", VISIBLE_VARIABLES)
 @pytest.mark.parametrize(
     ("visible", "local_rank", "local_size", "devices"),
     [
@@ -104,7 +105,7 @@ def test_processes_of_a_host_share_its_devices(
 def test_devices_that_a_launcher_gave_out_are_not_shared_again(monkeypatch):
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert local_device_ids(cluster_of(1, 2, others=["0,1", []])) is None
+    assert local_device_ids(cluster_of(1, 2, others=[["0", "1"], []])) is None
 
 
 def test_tasks_with_their_own_cgroups_do_not_share_devices(monkeypatch):
@@ -112,7 +113,7 @@ def test_tasks_with_their_own_cgroups_do_not_share_devices(monkeypatch):
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.setattr(own, "usable_device_files", lambda: ["nvidia2", "nvidia3"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    theirs = ["0,1", ["nvidia0", "nvidia1"]]
+    theirs = [["0", "1"], ["nvidia0", "nvidia1"]]
     assert local_device_ids(cluster_of(1, 2, others=theirs)) is None
     assert count_devices(MeshShape(-1), cluster_of(1, 2, others=theirs)) == 4
 
@@ -123,7 +124,7 @@ def test_processes_that_see_the_same_devices_share_them(monkeypatch, local_rank,
     monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     visible = ["0,1", "0,1", "2,3", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible[local_rank])
-    seen = [[theirs, []] for theirs in visible]
+    seen = [[theirs.split(","), []] for theirs in visible]
     monkeypatch.setattr(
         ProcessGroup, "allgather", lambda self, x: seen if x == seen[local_rank] else [x] * 4
     )

@@ -303,7 +303,7 @@ def test_a_tracker_that_hangs_stops_no_other(tmp_path, monkeypatch):
     trackers.close()
     failed = "warning: train.trackers=hosted failed: it "
     assert said == [
-        f"{failed}is {LIMIT} records behind; it will be retried",
+        f"{failed}is {LIMIT} records behind; new records are dropped",
         f"{failed}has not finished after 0.1 s; its output is incomplete",
     ]
     assert len(lines(tmp_path / "metrics.jsonl")) == n_steps
