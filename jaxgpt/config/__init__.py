@@ -11,13 +11,13 @@ from jaxgpt.config.errors import (
     read_json,
     shorten,
 )
+from jaxgpt.config.help import is_help
 from jaxgpt.config.mesh import MeshShape, axes_with
 from jaxgpt.config.parse import (
     TRAIN,
     checked,
     config_from_dict,
     config_from_file,
-    is_help,
     load_config,
     override_data,
     parse_args,

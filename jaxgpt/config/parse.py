@@ -1,26 +1,22 @@
-"""Parsing of YAML files and command lines into a `Config`, and the text of `--help`.
+"""Parsing of YAML files and command lines into a `Config`.
 
 Files and command lines are first converted to lists of strings, such as {"model.n_layer": ["3"]}.
 The strings are then converted to the types in the schema.
 """
 
-import ast
-import dataclasses
-import inspect
-import itertools
 import os
 import shlex
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from jaxgpt.config import aliases
 from jaxgpt.config.errors import UsageError, expand_user, in_words, nearest, parse_yaml, shorten
-from jaxgpt.config.schema import Config, settings
+from jaxgpt.config.help import is_help, requested_help
+from jaxgpt.config.schema import Config, sections, settings
 from jaxgpt.config.translate import CommandLine, translate, unknown_key
 from jaxgpt.config.validate import (
     Choices,
@@ -31,32 +27,9 @@ from jaxgpt.config.validate import (
     validate,
     with_batch_size,
 )
-from jaxgpt.config.values import describe, parse_value, strings_of, takes_many
+from jaxgpt.config.values import parse_value, strings_of, takes_many
 
 TRAIN = "python -m jaxgpt.train"
-USAGE = """\
-usage: {prog} [--config NAME_OR_FILE] [--mesh D,F,T] [--out DIR]
-           [--train-range-to-skip A B ...] [section.key=value ...]
-
-Examples:
-  {prog}
-      the default: a small GPT on text that needs no download, in less than a minute
-  {prog} --config shakespeare_char train.dtype=bfloat16
-      a preset, with one setting changed
-  mpiexec -n 8 {prog} --config gpt2 --mesh 2,4,1 data.path=DIR
-      8 processes: 2 groups (data) of 4 devices that shard the parameters (fsdp)
-  {prog} --out runs/a train.max_iters=1000
-      a run in a folder of your choice; the same --out continues it
-  {prog} train.init_from=hf:FOLDER data.path=DIR optimizer.learning_rate=3e-5
-      fine-tuning of a model from Hugging Face
-
-section.key=value and --section.key value mean the same. A YAML file contains lines such as
-`section: {{key: value}}`. The defaults are those of the preset tiny; --config NAME selects another.
-Presets: {presets}
-
-Groups of settings; --help GROUP shows one group:
-{groups}
-"""
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
 
@@ -83,11 +56,6 @@ def load_config(config: str = "tiny", *overrides: str) -> Config:
     4
     """
     return parse_args(["--config", config, *overrides])
-
-
-def is_help(argv: Sequence[str]) -> bool:
-    """Return whether a command line contains `-h` or `--help`."""
-    return "-h" in argv or "--help" in argv
 
 
 def parse_args(
@@ -140,11 +108,7 @@ def parse_args(
     """
     choices = choices or {}
     if is_help(argv):
-        words = [word for word in argv if not word.startswith("-")]
-        _check_help_group(argv)
-        after = [word for flag, word in itertools.pairwise(argv) if is_help([flag])]
-        keys = [word for word in after if word in settings()]
-        print(help_text(prog, choices, *(keys or words)[:1]))
+        print(requested_help(argv, prog, choices, presets()))
         sys.exit(0)
     line = translate(argv, presets())
     given = line.words
@@ -196,30 +160,6 @@ def parse_args(
     for text in line.notes:
         note(text)
     return config
-
-
-def _sections() -> dict[str, Any]:
-    """Return a dict that maps section names of a configuration, such as `train`, to classes."""
-    return {
-        name: section
-        for name, section in inspect.get_annotations(Config).items()
-        if dataclasses.is_dataclass(section)
-    }
-
-
-def _check_help_group(argv: Sequence[str]) -> None:
-    """Raise `UsageError` if the word after `--help` is not a setting or a group of settings.
-
-    Options, `key=value` and presets are also accepted, because `--help` may appear anywhere on a
-    command line.
-    """
-    groups = sorted(_sections())
-    known = {*groups, *presets(), *settings()}
-    for flag, word in itertools.pairwise(argv):
-        if flag in ("-h", "--help") and not (word.startswith("-") or "=" in word or word in known):
-            near = nearest(word, [*groups, *settings()])
-            hint = f"did you mean {near}?" if near else f"use one of {', '.join(groups)}"
-            raise UsageError(f"--help {word}: unknown setting or group; {hint}")
 
 
 def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, Any]]:
@@ -556,13 +496,12 @@ def _flatten(
     The messages are about unknown keys and malformed sections, and begin with `origin`.
     """
     out, problems = {}, []
-    sections = _sections()
     for name, value in values.items():
         if isinstance(value, Mapping) and not prefix:
             inner, inner_problems = _flatten(value, origin, f"{name}.")
             out, problems = out | inner, problems + inner_problems
             continue
-        if name in sections and not prefix:
+        if name in sections() and not prefix:
             if value is not None:  # None if all lines of a section are commented out
                 text = "must be a section with lines such as `key: value`"
                 problems.append(f"{origin}: {name}={shorten(str(value))}: {text}")
@@ -606,57 +545,3 @@ def _build(words: Words) -> Config:
     if problems:
         raise UsageError(*_in_lines(problems))
     return config
-
-
-def help_text(prog: str, choices: Mapping[str, Iterable[str]], group: str = "") -> str:
-    """Return the text of --help: every key with its type, bounds, default and description.
-
-    `prog` is the name of the command. `choices` maps keys to allowed values that their types do not
-    list. If `group` is a section, the text contains only the keys of that section. If it is a key,
-    the text contains only that key. Otherwise, the text contains the usage, the names of the
-    presets and all keys.
-    """
-    if group in settings():
-        name = group.rpartition(".")[0]
-        return "\n".join(
-            _entries(_sections().get(name, Config), f"{name}.".lstrip("."), choices, group)
-        )
-    sections = _sections()
-    shown = [name for name in sections if name == group] or list(sections)
-    lines = []
-    if len(shown) > 1:
-        names = textwrap.fill(
-            ", ".join(presets()), 92, subsequent_indent=" " * 9, break_on_hyphens=False
-        )
-        groups = "\n".join(
-            f"  {name:<11} {inspect.getdoc(kind).split('. ')[0].rstrip('.')}"
-            for name, kind in sections.items()
-        )
-        lines = [USAGE.format(prog=prog, presets=names, groups=groups)]
-        lines += _entries(Config, "", choices)
-    for name in shown:
-        section = sections[name]
-        lines += ["", f"{name}: {section.__doc__}", *_entries(section, f"{name}.", choices)]
-    return "\n".join(lines)
-
-
-def _entries(
-    section: type, prefix: str, choices: Mapping[str, Iterable[str]], only: str = ""
-) -> list[str]:
-    """Return help for the documented fields of a dataclass or, if `only` is set, for that key."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    lines = []
-    for node, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-            name, default = f"{prefix}{node.target.id}", getattr(section, node.target.id)
-            if only not in ("", name):
-                continue
-            default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-            kind = Literal[*choices[name]] if name in choices else settings()[name]
-            values = describe(kind)
-            if default is None:  # shown as the default
-                values = values.removesuffix(", or None")
-            lines.append(f"  --{name}: {values} (default: {'empty' if default == '' else default})")
-            doc = " ".join(ast.literal_eval(below.value).split())
-            lines += textwrap.wrap(doc, 92, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    return lines

@@ -587,6 +587,13 @@ class Config:
 
 
 @functools.cache
+def sections() -> dict[str, type]:
+    """Return the dataclass of each section, keyed by the section's name, such as `train`."""
+    hints = typing.get_type_hints(Config)
+    return {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+
+
+@functools.cache
 def settings() -> dict[str, Any]:
     """Return the type of every setting, keyed by `section.key` or, at the top level, `key`."""
     out: dict[str, Any] = {}

@@ -16,14 +16,15 @@ from jaxgpt.config import (
     check_shape,
     checked,
     config_from_dict,
+    help,
     load_config,
     mesh_shape,
     override_data,
-    parse,
     parse_args,
     skip_ranges,
     whole_number,
 )
+from jaxgpt.config.values import parse_value
 from readme_code import load_block
 
 
@@ -404,7 +405,7 @@ def test_help_begins_with_examples_and_groups(capsys):
 
 
 def test_the_examples_in_help_are_valid():
-    for line in parse.USAGE.splitlines():
+    for line in help.USAGE.splitlines():
         if line.startswith(("  {prog} ", "  mpiexec")):
             parse_args(line.partition("{prog}")[2].split())
 
@@ -471,12 +472,12 @@ def test_every_key_of_a_dict_is_checked():
 def test_the_readme_s_key_has_bounds_and_help(tmp_path, monkeypatch):
     example = load_block("jaxgpt/config/README.md", "example_config", tmp_path).ExampleConfig
     kind = typing.get_type_hints(example, include_extras=True)["label_smoothing"]
-    monkeypatch.setattr(parse, "settings", lambda: {"example.label_smoothing": kind})
-    (line, text) = parse._entries(example, "example.", {})
+    monkeypatch.setattr(help, "settings", lambda: {"example.label_smoothing": kind})
+    (line, text) = help._entries(example, "example.", {})
     assert line.endswith("a finite number, at least 0 and less than 1 (default: 0.0)")
     assert text.strip() == (
         "Probability mass to spread evenly over all tokens; 0 disables label smoothing."
     )
-    assert parse.parse_value("example.label_smoothing", kind, ["0.1"]) == 0.1
+    assert parse_value("example.label_smoothing", kind, ["0.1"]) == 0.1
     with pytest.raises(UsageError, match="example.label_smoothing=1: must be .* less than 1"):
-        parse.parse_value("example.label_smoothing", kind, ["1"])
+        parse_value("example.label_smoothing", kind, ["1"])
