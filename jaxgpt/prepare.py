@@ -13,12 +13,8 @@ from jaxgpt.cluster.environment import rank_from_env
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, DataConfig, UsageError, file_path, in_words, whole_number
 from jaxgpt.data.dataset import dataset_directory
-from jaxgpt.data.prepare.builtin import (
-    megatron_name,
-    prepare_python,
-    prepare_shakespeare_char,
-    prepare_text,
-)
+from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char
+from jaxgpt.data.prepare.own_text import megatron_name, prepare_text
 from jaxgpt.data.prepare.pool import job_workers
 from jaxgpt.data.source import ALL_SPLITS, PARTS
 from jaxgpt.data.tokenizers import FILE, SENTENCEPIECE

@@ -24,7 +24,7 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints
 from jaxgpt.checkpoint.local import local_folder
 from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.convert.__main__ import main as convert
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.train.compiled import make_steps
 from jobs import SMALL, environment, limited_devices, losses, records, train_here

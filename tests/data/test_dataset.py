@@ -13,7 +13,8 @@ from jaxgpt.data.dataset import (
     vocabulary_size,
     with_vocabulary,
 )
-from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char, prepare_text
+from jaxgpt.data.prepare.builtin import SHAKESPEARE_SHA256, prepare_shakespeare_char
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.prepare.writer import write_dataset
 from jaxgpt.data.tokenizers import ByteTokenizer
 

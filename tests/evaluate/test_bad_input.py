@@ -10,7 +10,7 @@ from evaluation import BLOCK, SHAPE, TEXT
 from jaxgpt.checkpoint.metadata import add_checksum
 from jaxgpt.config import load_config
 from jaxgpt.data.dataset import open_dataset
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.evaluate import __main__ as command
 
 

@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 from evaluation import SHAPE, TEXT
 from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.convert.names import NANOGPT
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.evaluate.model import find_trained
 from jobs import checkpoint_arrays, environment, train_here
 from side_by_side import peer_weights

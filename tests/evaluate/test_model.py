@@ -8,7 +8,7 @@ import pytest
 from evaluation import BLOCK, TEXT, opened, reference_logits, train
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Sampling, UsageError
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.evaluate.model import Pair, find_trained, log_likelihoods
 from jaxgpt.train import inference
 

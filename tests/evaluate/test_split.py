@@ -10,7 +10,7 @@ import pytest
 from blends import write_corpora
 from evaluation import BLOCK, TEXT, evaluated, reference_logits, reference_losses, train
 from jaxgpt.config import UsageError
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.token_file import TokenFile, Tokens
 from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.__main__ import as_table

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evaluation import TEXT, evaluated, train
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jobs import run
 
 

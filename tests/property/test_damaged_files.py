@@ -29,7 +29,7 @@ from jaxgpt.convert.families import read_model
 from jaxgpt.convert.safetensors import open_folder, write_folder
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import open_dataset
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.inspect import differences

@@ -493,7 +493,7 @@ def test_a_checkpoint_of_something_else_is_refused(forty, arguments, words, monk
 
 
 def test_other_data_under_a_checkpoint_is_refused(forty, data_home):
-    from jaxgpt.data.prepare.builtin import prepare_text
+    from jaxgpt.data.prepare.own_text import prepare_text
 
     text = data_home / "other.txt"
     text.write_bytes(bytes(range(1, 128)) * 100)

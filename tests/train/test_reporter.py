@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jobs import SMALL, records, train_here
 
 

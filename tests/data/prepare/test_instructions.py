@@ -8,8 +8,8 @@ import pytest
 from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
-from jaxgpt.data.prepare.builtin import prepare_text
 from jaxgpt.data.prepare.chat_template import ChatTemplate, find_template, template_files
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from jobs import load_config
 

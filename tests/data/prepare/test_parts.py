@@ -12,7 +12,7 @@ from jaxgpt import prepare
 from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare import parts
-from jaxgpt.data.prepare.builtin import prepare_text
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.prepare.writer import scratch_folder
 from jaxgpt.data.source import PARTS
 from jobs import command, environment, load_config

@@ -21,9 +21,10 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.megatron import read_index
 from jaxgpt.data.prepare import files, text
 from jaxgpt.data.prepare import writer as publishing
-from jaxgpt.data.prepare.builtin import prepare_shakespeare_char, prepare_text
+from jaxgpt.data.prepare.builtin import prepare_shakespeare_char
 from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
 from jaxgpt.data.prepare.json_lines import LineFormat
+from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from odd_texts import odd_text
 
