@@ -43,9 +43,9 @@ from jaxgpt.data.loader import Loader
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, json_line, read_records
+from jaxgpt.train.init_from import initial_model
 from jaxgpt.train.resume import (
     batch_sizes,
-    initial_model,
     saved_settings,
     source_hashes,
     with_moved_tokenizer,

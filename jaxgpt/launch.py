@@ -146,7 +146,8 @@ def check_settings(command: list[str], n_processes: int, restarts: int) -> None:
     if TRAIN not in command or is_help(argv := command[command.index(TRAIN) + 1 :]):
         return
     from jaxgpt.optim import CHOICES
-    from jaxgpt.train.resume import initial_model, saved_settings
+    from jaxgpt.train.init_from import initial_model
+    from jaxgpt.train.resume import saved_settings
 
     config = parse_args(
         argv,

@@ -53,7 +53,8 @@ from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, truncate_metrics
 from jaxgpt.tracking.records import EvalRecord
-from jaxgpt.train.resume import initial_model, prepare_weights, saved_settings
+from jaxgpt.train.init_from import initial_model, prepare_weights
+from jaxgpt.train.resume import saved_settings
 from jaxgpt.train.run_directory import (
     Run,
     open_run_data,
@@ -297,18 +298,19 @@ class Trainer:
         if self.config.train.init_from is None:
             return initial_state(self.steps, self.cluster)
         with tempfile.TemporaryDirectory(prefix="jaxgpt-weights-") as scratch:
-            config, folder, step, notes = self.cluster.run_on_all(
+            weights = self.cluster.run_on_all(
                 prepare_weights, self.config, self.dataset, Path(scratch)
             )
-            dataset = self.cluster.run_on_all(open_run_data, config)
+            dataset = self.cluster.run_on_all(open_run_data, weights.config)
             companions = self.cluster.run_on_all(_read_companions, Path(scratch))
-            _warn(notes)
-            state = load_weights(folder, step, self.steps, self.cluster)
+            _warn(weights.notes)
+            state = load_weights(weights.folder, weights.step, self.steps, self.cluster)
         # data.tokenizer may be `scratch`. From now on, only `dataset` holds this tokenizer.
-        config = config.replace(data__tokenizer=self.config.data.tokenizer)
+        config = weights.config.replace(data__tokenizer=self.config.data.tokenizer)
         self._run = dataclasses.replace(
-            self._run, config=config, dataset=dataset, init_folder=str(folder), init_step=step
-        )
+            self._run, config=config, dataset=dataset, init_folder=str(weights.folder),
+            init_step=weights.step,
+        )  # fmt: skip
         self._companions = companions
         return state
 

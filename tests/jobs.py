@@ -22,7 +22,8 @@ from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
 from jaxgpt.train.compiled import make_steps
-from jaxgpt.train.resume import initial_model, saved_settings
+from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.resume import saved_settings
 from jaxgpt.train.run_directory import prepare_run
 
 # Variables for a command: it compiles as it does for users, with all optimizations.

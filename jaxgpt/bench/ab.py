@@ -20,7 +20,7 @@ from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.roofline import read_work
 from jaxgpt.train.compiled import CompiledFunctions, make_steps
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 UNCHANGED = "unchanged"
 

@@ -17,7 +17,7 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.sharding import batch_sharding
 from jaxgpt.perf.memory import peak_rss
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 WARM_UP = 5  # batches
 ROUNDS = 5

@@ -10,7 +10,7 @@ from jaxgpt.bench.harness import PROG, Result, Value, open_job
 from jaxgpt.config import Sampling, UsageError, parse_args
 from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.generate import make_generate
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 PROMPT = 16  # random tokens
 TOKENS = 200

@@ -16,7 +16,7 @@ from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
 from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launchers import find_mpiexec
 from jaxgpt.config import UsageError, parse_args, skip_ranges
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 IMPORTS = "import jax, flax.nnx, optax"
 ONE_STEP = (

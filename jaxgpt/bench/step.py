@@ -18,7 +18,7 @@ from jaxgpt.perf.flops import flops_per_token, peak_flops
 from jaxgpt.perf.matmul import matmul_rate, matmul_size
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.profile import describe
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 WARM_UP = 3  # steps
 ROUNDS = 7

@@ -30,7 +30,7 @@ from jaxgpt.perf.hardware import DEVICES, Device
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.runtime.initialize import pin_settings
 from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 MAX_DEVICES = 2**16
 

@@ -38,7 +38,8 @@ from jaxgpt.runtime.compile_cache import use_compile_cache
 from jaxgpt.runtime.devices import count_devices
 from jaxgpt.runtime.initialize import initialize_jax, preemption_sync_point
 from jaxgpt.tracking.jsonl import METRICS, read_records
-from jaxgpt.train.resume import initial_model, saved_settings
+from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.resume import saved_settings
 from jaxgpt.train.run_directory import Run, prepare_run
 
 

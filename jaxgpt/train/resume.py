@@ -1,56 +1,32 @@
-"""Checks on the checkpoint or the initial weights that a run starts from."""
+"""Checks on the checkpoint that a run resumes from, and settings that depend on it."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.checkpoint.metadata import (
-    WEIGHTS_ONLY,
-    newest_checkpoint,
-    valid_checkpoints,
-)
+from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, valid_checkpoints
 from jaxgpt.config import (
     Config,
-    ModelConfig,
     UsageError,
     config_from_dict,
-    in_words,
     should_evaluate,
     skip_ranges,
 )
-from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
-from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.blend import blend_shares, consumed_by_corpus, parse_lines
 from jaxgpt.data.dataset import Dataset
-from jaxgpt.data.tokenizers import (
-    FILE,
-    SENTENCEPIECE,
-    ByteTokenizer,
-    FileTokenizer,
-    load_tokenizer,
-    same_tokens,
-    tokenizer_from_meta,
-)
+from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.spikes.skip import SkipRanges, remaining_ranges
 from jaxgpt.tracking.jsonl import METRICS, read_records
 
-# `model` keys that may change when a run resumes.
-_FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
-# `model` options that may differ from those of the initial weights, because they do not affect any
-# parameter array.
-_WITHOUT_ARRAYS = {
-    "norm_eps", "rope_theta", "rope_scaling", "local_rope_theta", "layers", "sliding_window",
-    "logit_softcap", "scale_embeddings", "query_pre_attn_scalar",
-}  # fmt: skip
+# `model` keys that may change when a run resumes or starts from existing weights.
+FREE_MODEL_KEYS = {"model.dropout", "model.attention"}
 EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_interval steps
 # `data` keys that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
-CONVERTED_FOLDER = "init_from"  # folder for converted weights, in the run directory
 # Keys whose changes are not reported. The mesh and the batch size have their own log lines, a
 # resumed run no longer uses its initial weights, and the other keys change only the log.
 _NOT_REPORTED = (
@@ -131,7 +107,7 @@ def _is_fixed(config: Config, name: str, values: tuple[Any, ...]) -> bool:
     """
     if name == "optimizer.momentum":
         return config.optimizer.name == "sgd" and 0 in values
-    is_model = name.startswith("model.") and name not in _FREE_MODEL_KEYS
+    is_model = name.startswith("model.") and name not in FREE_MODEL_KEYS
     return is_model or name == "optimizer.name"
 
 
@@ -232,22 +208,6 @@ def source_hashes(fingerprints: list[list[str]]) -> list[str]:
     return [hash_ for _, hash_ in fingerprints]
 
 
-def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
-    """Return the model options that train.init_from implies, for `parse_args`.
-
-    If the run directory `out` has undamaged checkpoints, return the options of the newest one
-    instead, because a resumed run no longer uses its initial weights. The keys have no `model.`
-    prefix. The options exclude model.dropout and model.attention. Raises `UsageError` if the
-    options cannot be read.
-    """
-    directory = Path(out) if out else None
-    if directory and (saved := valid_checkpoints(directory)):
-        model = saved[max(saved)]["config"]["model"]
-    else:
-        model = Config(model=_saved_model(init_from)).to_dict()["model"]
-    return {key: value for key, value in model.items() if f"model.{key}" not in _FREE_MODEL_KEYS}
-
-
 def saved_settings(directory: Path) -> dict[str, Any] | None:
     """Return the configuration in a run's newest undamaged checkpoint, for `parse_args`.
 
@@ -293,125 +253,6 @@ def resumed_batch_sizes(step: int | None, meta: dict[str, Any], config: Config) 
     """
     before = BatchSizes(meta.get("batch_sizes", ()))
     return before.change_after(step or 0, config.train.batch_size)
-
-
-def _saved_model(init_from: str) -> ModelConfig:
-    if init_from.startswith(TRANSFORMERS):
-        folder = transformers_folder(init_from, "train.init_from=")
-        try:
-            if not folder.is_dir():
-                raise UsageError(
-                    "no such folder; download the model, and give the folder that contains its "
-                    "config.json"
-                )
-            return read_model(folder)
-        except OSError as error:  # for example, a parent folder denies search permission
-            words = f"cannot be read ({in_words(error)})"
-            raise UsageError(f"train.init_from={init_from}: {words}") from None
-        except UsageError as error:
-            raise UsageError(f"train.init_from={init_from}: {error}") from None
-    _, meta = newest_checkpoint(Path(init_from), f"train.init_from={init_from}")
-    return config_from_dict(meta["config"], init_from).model
-
-
-def prepare_weights(
-    config: Config, dataset: Dataset, directory: Path
-) -> tuple[Config, Path, int, list[str]]:
-    """Prepare the initial weights of a run that sets train.init_from.
-
-    Return the run's config, the weights' folder and step, and the lines to log. `directory` is the
-    run directory. Weights in Hugging Face's format are converted and written to the run
-    directory. If the weights have a tokenizer, their `COMPANIONS` are copied to the run directory.
-    The weights' folder and the path in the returned train.init_from are absolute. If the weights
-    have a tokenizer file but the data has no tokenizer, data.tokenizer is also set.
-
-    Raises:
-        UsageError: if the weights or their tokenizer cannot be read, if the model does not match
-            the weights, if the conversion fails, or if the data has a different tokenizer and
-            data.accept_changes is not set.
-        OSError: if the tokenizer's file or the `COMPANIONS` cannot be copied.
-    """
-    given = str(config.train.init_from)
-    key, saved = f"train.init_from={given}", _saved_model(given)
-    changed = _check_model(config.model, saved, key)
-    if given.startswith(TRANSFORMERS):
-        source = transformers_folder(given, "train.init_from=").absolute()
-        config = config.replace(train__init_from=f"{TRANSFORMERS}{source}")
-        folder = (directory / CONVERTED_FOLDER).absolute()
-        convert_in_subprocess(source, folder, key)
-    else:
-        folder = Path(given).absolute()
-        config = config.replace(train__init_from=str(folder))
-    step, meta = newest_checkpoint(folder, key)
-    origin = f", from {meta['source']}" if "source" in meta else ""
-    notes = [f"weights: step {step} of {folder}{origin}"]
-    config, more = _share_tokenizer(config, dataset, directory, folder, meta)
-    return config, folder, step, notes + changed + more
-
-
-def _check_model(model: ModelConfig, saved: ModelConfig, key: str) -> list[str]:
-    """Return a log line if any options differ from those of the weights.
-
-    Raises `UsageError` if such an option affects the parameter arrays.
-    """
-    changed = []
-    for name, then in vars(saved).items():
-        value = getattr(model, name)
-        is_same = getattr(model.explicit, name) == getattr(saved.explicit, name)
-        if value == then or is_same or f"model.{name}" in _FREE_MODEL_KEYS:
-            continue
-        if name == "block_size":
-            if saved.n_positions and value > saved.n_positions:
-                raise UsageError(
-                    f"model.block_size={value}: {key} has {saved.n_positions} learned position "
-                    "embeddings; choose at most that many"
-                )
-        elif name not in _WITHOUT_ARRAYS:
-            raise UsageError(
-                f"model.{name}={value}: the weights of {key} have model.{name}={then}; use that "
-                "value, or leave the key out"
-            )
-        changed.append(f"model.{name}={value} (was {then})")
-    return [f"changed from the weights: {', '.join(changed)}"] if changed else []
-
-
-def _share_tokenizer(
-    config: Config, dataset: Dataset, directory: Path, folder: Path, meta: dict[str, Any]
-) -> tuple[Config, list[str]]:
-    """Check that the data and the weights have the same tokenizer; return the config and log lines.
-
-    The `COMPANIONS` of the weights are copied into the run directory. If the data has no tokenizer
-    but the weights have a tokenizer file, the run uses this file. If one of the tokenizers is
-    unknown, the log lines include a warning. Raises `UsageError` if the tokenizers differ, unless
-    data.accept_changes is set, and `OSError` if a file cannot be copied.
-    """
-    key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
-    if meta["tokenizer"] is None:
-        return config, [f"warning: {key} has no tokenizer; assuming the tokenizer of {name}"]
-    tokenizer = tokenizer_from_meta(meta["tokenizer"], folder)
-    for companion in COMPANIONS:
-        if (folder / companion).is_file():
-            shutil.copyfile(folder / companion, directory / companion)
-    if dataset.tokenizer is None:
-        if not isinstance(tokenizer, FileTokenizer):
-            return config, [f"warning: {name} has no tokenizer; assuming the tokenizer of {key}"]
-        tokenizer.save(directory)
-        return config.replace(data__tokenizer=str(directory.absolute())), []
-    if same_tokens(tokenizer, dataset.tokenizer):
-        return config, []
-    what = f"{name} has a different tokenizer from the weights of {key}"
-    if config.data.accept_changes:
-        return config, [f"warning: {what}; accepted by data.accept_changes"]
-    if isinstance(tokenizer, ByteTokenizer):
-        given = "byte"
-    elif any((folder / file).is_file() for file in (FILE, SENTENCEPIECE)):
-        given = str(folder)
-    else:
-        given = "FOLDER, the folder of the data that the weights were trained on"
-    raise UsageError(
-        f"{what}; prepare the data with --tokenizer {given}, or accept it with "
-        "data.accept_changes=True"
-    )
 
 
 def ranges_to_skip(

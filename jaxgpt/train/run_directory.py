@@ -45,10 +45,10 @@ from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking import check_trackers
 from jaxgpt.tracking.jsonl import METRICS
 from jaxgpt.tracking.starts import log_start
+from jaxgpt.train.init_from import prepare_weights
 from jaxgpt.train.resume import (
     check_resume,
     missing_records,
-    prepare_weights,
     ranges_to_skip,
     rate_after_decay,
     rate_in_warmup,
@@ -209,9 +209,10 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     notes += lines
     init_folder, init_step = meta.get("init_from") or (None, None)
     if resume_step is None and config.train.init_from is not None:
-        config, folder, init_step, lines = prepare_weights(config, dataset, directory)
-        init_folder, dataset = str(folder), open_run_data(config)
-        notes += lines
+        weights = prepare_weights(config, dataset, directory)
+        config, dataset = weights.config, open_run_data(weights.config)
+        init_folder, init_step = str(weights.folder), weights.step
+        notes += weights.notes
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
     notes += rate_after_decay(config, resume_step) + rate_in_warmup(config)

@@ -24,7 +24,7 @@ from jaxgpt.convert.layout import slots
 from jaxgpt.convert.names import Table
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.schedule import learning_rate
-from jaxgpt.train.resume import initial_model
+from jaxgpt.train.init_from import initial_model
 
 WORKER = Path(__file__).with_name("torch_worker.py")
 

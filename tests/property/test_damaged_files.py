@@ -49,7 +49,8 @@ from jaxgpt.tracking.jsonl import JsonLines, Samples
 from jaxgpt.tracking.run_files import read_runs
 from jaxgpt.tracking.starts import start_rows
 from jaxgpt.train.compiled import make_steps
-from jaxgpt.train.resume import check_resume, initial_model, missing_records, saved_settings
+from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.resume import check_resume, missing_records, saved_settings
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
 from jobs import SMALL, limited_devices, train_here
 from mutations import changed_value, damaged
