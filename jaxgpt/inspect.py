@@ -318,7 +318,7 @@ def row_losses(
     if len(tokens) % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
     steps = make_steps(config, job_mesh(config, cluster.hosts), hosts=cluster.hosts)
-    params = restore_params(run, at, steps.state_shapes.params, cluster.run_on_all)
+    params = restore_params(run, at, steps.state_shapes.params, cluster)
 
     def on_mesh(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, steps.batch_sharding, array.__getitem__)

@@ -209,7 +209,7 @@ class Checkpoints:
         """
         self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
-        return _read(self._directory, step, shapes, remedy, self._cluster.run_on_all)
+        return _read(self._directory, step, shapes, remedy, self._cluster)
 
     def remove_local_after(self, step: int) -> None:
         """Remove local checkpoints newer than `step`, which a restart has abandoned.
@@ -447,23 +447,19 @@ def _first_cause(errors: list[str]) -> str:
 
 
 def restore_params(
-    directory: Path,
-    step: int,
-    shapes: Params,
-    run_on_all: Callable[..., Any] | None = None,
+    directory: Path, step: int, shapes: Params, cluster: ProcessGroup | None = None
 ) -> Params:
     """Return only the parameters of a checkpoint, with the shardings of `shapes`.
 
-    Every process with a device that holds parameters must call this, and all processes if
-    `run_on_all` is given. This writes nothing, so a run may be training in `directory` at the same
-    time.
+    Every process with a device that holds parameters must call this, and all processes of `cluster`
+    if it is given. This writes nothing, so a run may be training in `directory` at the same time.
 
     Args:
         directory: a run directory, or the output of jaxgpt.convert.
         shapes: tree of `jax.ShapeDtypeStruct`s that match the saved arrays and have the target
             shardings: `NamedSharding`s on one mesh. The tree may leave out arrays.
-        run_on_all: `ProcessGroup.run_on_all`, which raises each `UsageError` on every process. If
-            None, a process may miss errors that occur only on other processes.
+        cluster: the processes that all raise an error if one of them finds one. None means only
+            this process, which may then miss errors that occur only on other processes.
 
     Raises:
         DamagedCheckpoint: if any process finds damaged or missing files, or arrays that do not
@@ -472,7 +468,8 @@ def restore_params(
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     wanted, remedy = {"params": shapes}, "choose another step"
-    return _read(directory, step, wanted, remedy, run_on_all, partial_restore=True)[0]["params"]
+    cluster = cluster or ProcessGroup(launcher="none")
+    return _read(directory, step, wanted, remedy, cluster, partial_restore=True)[0]["params"]
 
 
 def _read(
@@ -480,7 +477,7 @@ def _read(
     step: int,
     shapes: Tree,
     remedy: str,
-    run_on_all: Callable[..., Any] | None = None,
+    cluster: ProcessGroup,
     partial_restore: bool = False,
 ) -> tuple[Tree, dict[str, Any]]:
     """Read a checkpoint and verify its checksums. Return its arrays and its JSON.
@@ -488,25 +485,16 @@ def _read(
     Raises the same errors as `restore_params`.
     """
     folder = (directory / "checkpoints" / str(step)).absolute()
-    run_on_all = run_on_all or (lambda function: function())
-    damage: list[str] = []  # found by this process
 
-    def read() -> tuple[Tree, dict[str, Any]]:
+    def read() -> tuple[Tree, dict[str, Any], str]:
         try:
-            return _read_arrays(folder, shapes, partial_restore), read_meta(directory, step)
-        except DamagedCheckpoint as error:
-            damage.append(error.reason)
-            return {}, {}
+            return _read_arrays(folder, shapes, partial_restore), read_meta(directory, step), ""
+        except DamagedCheckpoint as error:  # `run_on_all` would raise a plain `UsageError`
+            return {}, {}, error.reason
 
-    def raise_damage() -> None:
-        if damage:
-            raise UsageError(damage[0])
-
-    tree, meta = run_on_all(read)
-    try:
-        run_on_all(raise_damage)
-    except UsageError as error:
-        raise DamagedCheckpoint(str(error), remedy) from error
+    tree, meta, damage = cluster.run_on_all(read)
+    if reasons := [reason for reason in cluster.allgather(damage) if reason]:
+        raise DamagedCheckpoint(reasons[0], remedy)
     found, saved = checksums(tree), meta["checksums"]
     differ = [path for path in found if found[path] != saved.get(path)]
     if differ:

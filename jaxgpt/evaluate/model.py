@@ -231,7 +231,7 @@ class Model:
         if params is None:
             shapes = self.steps.state_shapes.params
             where = Path(trained.where)
-            params = restore_params(where, trained.step, shapes, cluster.run_on_all)
+            params = restore_params(where, trained.step, shapes, cluster)
         self._params, self._lock = params, lock or threading.RLock()
         self._is_of_trainer = lock is not None
         self._scorers: dict[tuple[int, bool], Callable[..., Any]] = {}

@@ -210,7 +210,7 @@ def load_weights(
         rows = (meta["config"]["model"]["block_size"], shape.shape[1])
         shape = jax.ShapeDtypeStruct(rows, shape.dtype, sharding=shape.sharding)
         shapes = shapes | {"position_embedding": {"embedding": shape}}
-    return steps.init_from(restore_params(folder, step, shapes, cluster.run_on_all))
+    return steps.init_from(restore_params(folder, step, shapes, cluster))
 
 
 def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int | None, Cause]:
