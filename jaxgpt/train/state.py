@@ -16,9 +16,9 @@ from jaxgpt.config import Config
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import weights
 from jaxgpt.optim import make_optimizer
+from jaxgpt.optim.layerwise import layerwise_init
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.optim.state import opt_state_shardings
-from jaxgpt.optim.update import layerwise_init
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import describe
 from jaxgpt.parallel.offload import stacked_in_host, to_device
