@@ -310,6 +310,31 @@ def test_hosts_of_ones_own_come_before_the_schedulers(job, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("environ", "program_name", "source", "line"),
+    [
+        ({"PBS_JOBID": "1.server"}, "mpiexec", "PBS_NODEFILE",
+         "mpiexec --envall -n 4 -ppn 2 --hosts a,c --cpu-bind depth -d 32"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b,c"}, "srun", "SLURM_JOB_NODELIST",
+         "srun -u --wait=120 -N 2 -n 4 --ntasks-per-node=2 --nodelist=a,c"),
+    ],
+)  # fmt: skip
+def test_after_a_host_is_excluded_the_log_still_names_the_source_of_the_hosts(
+    job, tmp_path, environ, program_name, source, line
+):
+    program(tmp_path / "bin" / program_name, f"echo '{VERSIONS['PALS']}'")
+    (tmp_path / "hosts").write_text("a\nb\nc\n")
+    if source == "PBS_NODEFILE":
+        environ = environ | {"PBS_NODEFILE": str(tmp_path / "hosts")}
+    layout = launchers.place_processes(None, 2, None, environ)
+    launcher, _ = launchers.find_launcher(layout, environ)
+    moved = launchers.place_on(layout, ["a", "c"])
+    assert str(layout) == f"6 processes on 3 hosts of {source} (--ppn)"
+    assert str(moved) == f"4 processes on 2 hosts of {source} (--ppn)"
+    words = launcher(moved, environ)
+    assert shlex.join([Path(words[0]).name, *words[1:]]) == line
+
+
+@pytest.mark.parametrize(
     ("options", "environ", "words"),
     [
         ("-n 0", {}, "-n/-np/--np/--nproc/--ntasks: 0: must be a whole number"),

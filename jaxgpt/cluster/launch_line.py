@@ -19,11 +19,11 @@ def launch_line(environ: Mapping[str, str]) -> str | None:
     """Return the shell-quoted command line that started this job, or None if it is unknown.
 
     It is known if jaxgpt.launch started the job (with Open MPI, only on the launcher's host), or if
-    `find_mpiexec` finds a launcher.
+    `find_launcher_process` finds a launcher.
     """
     if LAUNCH_LINE in environ:
         return environ[LAUNCH_LINE]
-    found = find_mpiexec()
+    found = find_launcher_process()
     return None if found is None else shlex.join(found[1])
 
 
@@ -36,7 +36,7 @@ def launch_prefix(environ: Mapping[str, str]) -> str:
     """
     if LAUNCH_PREFIX in environ:
         return environ[LAUNCH_PREFIX]
-    words = [] if (found := find_mpiexec()) is None else found[1]
+    words = [] if (found := find_launcher_process()) is None else found[1]
     names = [Path(word).name for word in words]
     start = next((i for i, name in enumerate(names) if name in MPIEXEC), len(names))
     before = words_before_python(words[start:])
@@ -53,7 +53,7 @@ def words_before_python(words: Sequence[str]) -> list[str]:
     return []
 
 
-def find_mpiexec() -> tuple[int, list[str]] | None:
+def find_launcher_process() -> tuple[int, list[str]] | None:
     """Return the process ID and the command line of the launcher that started this process.
 
     Returns None if /proc is missing or unreadable, or if no ancestor process has a name in

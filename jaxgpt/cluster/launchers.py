@@ -33,12 +33,13 @@ class ProcessLayout:
 
     hosts: tuple[str, ...]  # hosts that run processes
     named_by: str  # source of `hosts`: `--hosts`, a variable, or `this host`
-    host_file: str | None  # path of the host file, if there is one
+    host_file: str | None  # path of the host file; None without one, or if `has_moved` is True
     n_processes: int
     per_host: int
     reason: str  # reason for `per_host`, for the log
     machine: Machine | None
     spares: tuple[str, ...] = ()  # hosts of the job that run no processes
+    has_moved: bool = False  # True if `place_on` has changed `hosts`
 
     @property
     def is_local(self) -> bool:
@@ -103,8 +104,9 @@ def place_processes(
             )
         option, reason = f"-n={n}", "-n"
     else:
-        per_host, reason = _default_per_host(machine, environ)
-        if slots is not None and (slots < per_host or reason == NO_ACCELERATORS):
+        known = _default_per_host(machine, environ)
+        per_host, reason = known or (1, NO_ACCELERATORS)
+        if slots is not None and (known is None or slots < per_host):
             per_host, reason = slots, f"{named_by} has {slots} slots per host"
         option = reason
     if slots is not None and per_host > slots:
@@ -138,7 +140,7 @@ def place_on(layout: ProcessLayout, hosts: Sequence[str]) -> ProcessLayout:
     if tuple(hosts) == layout.hosts:
         return layout
     n = layout.per_host * len(hosts)
-    return replace(layout, hosts=tuple(hosts), named_by="--hosts", host_file=None, n_processes=n)
+    return replace(layout, hosts=tuple(hosts), host_file=None, n_processes=n, has_moved=True)
 
 
 def placement_lines(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
@@ -172,8 +174,13 @@ def _wants_accelerators(environ: Mapping[str, str]) -> bool:
     return environ.get("JAX_PLATFORMS") != "cpu"
 
 
-def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the default number of processes per host, and the reason for it."""
+def _default_per_host(
+    machine: Machine | None, environ: Mapping[str, str]
+) -> tuple[int, str] | None:
+    """Return the default number of processes per host, and the reason for it.
+
+    Returns None if no accelerators are found or hidden, and no variable gives a number.
+    """
     tasks = environ.get("SLURM_TASKS_PER_NODE", "") if "SLURM_NTASKS" in environ else ""
     if asked := read_int(environ, "SLURM_NTASKS_PER_NODE"):
         return asked, f"SLURM_NTASKS_PER_NODE={asked}"
@@ -189,7 +196,7 @@ def _default_per_host(machine: Machine | None, environ: Mapping[str, str]) -> tu
             return found, f"one for each of the {found} accelerators on this host"
     if n_tasks := _least(tasks):  # from --ntasks
         return n_tasks, f"SLURM_TASKS_PER_NODE={tasks}"
-    return 1, NO_ACCELERATORS if _wants_accelerators(environ) else CPUS_ONLY
+    return None if _wants_accelerators(environ) else (1, CPUS_ONLY)
 
 
 def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[Launcher, str]:
@@ -306,7 +313,7 @@ def _hydra(mpiexec: list[str], layout: ProcessLayout, environ: Mapping[str, str]
 def _pals(mpiexec: str, layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     machine, per_host = layout.machine, layout.per_host
     line = [mpiexec, "--envall", "-n", str(layout.n_processes), "-ppn", str(per_host)]
-    if layout.named_by == "PBS_NODEFILE":
+    if layout.named_by == "PBS_NODEFILE" and not layout.has_moved:
         line += ["--hostfile", layout.host_file]
     elif not layout.is_local:  # PALS does not support slots in host files
         line += ["--hosts", ",".join(layout.hosts)]
@@ -336,7 +343,7 @@ def _srun(layout: ProcessLayout, environ: Mapping[str, str]) -> list[str]:
     # Without --wait, srun waits forever for the other processes if one dies.
     line = ["srun", "-u", "--wait=120", "-N", str(len(layout.hosts)), "-n", str(layout.n_processes)]
     line.append(f"--ntasks-per-node={layout.per_host}")
-    if layout.named_by == "--hosts":
+    if layout.named_by == "--hosts" or layout.has_moved:
         line.append("--nodelist=" + ",".join(layout.hosts))
     machine = layout.machine
     on_devices = machine and machine.cpus_per_host and _wants_accelerators(environ)

@@ -231,13 +231,13 @@ def describe(facts: dict[str, Any]) -> list[str]:
         f"coordinator {facts['coordinator'] or 'not needed'}",
         f"devices: {facts['devices']}{simulated} x {facts['device_kind']}, "
         f"{facts['devices_per_process']} on each process; jax {facts['jax']}",
-        *placement_lines(facts["ranks"]),
+        *rank_lines(facts["ranks"]),
         f"collectives: {facts['collectives'] or 'none, because there is one device'}",
         *facts["notes"],
     ]
 
 
-def placement_lines(ranks: list[dict[str, Any]]) -> list[str]:
+def rank_lines(ranks: list[dict[str, Any]]) -> list[str]:
     """Return one log line per host name. Each line lists the host's ranks and their devices.
 
     `ranks` is the `ranks` entry in the result of `initialize_jax`.

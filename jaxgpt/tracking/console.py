@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxgpt.cluster.environment import find_launch
-from jaxgpt.cluster.launch_line import find_mpiexec
+from jaxgpt.cluster.launch_line import find_launcher_process
 from jaxgpt.cluster.shutdown import STDERR, STDOUT, write_if_read
 from jaxgpt.cluster.timeouts import SETTLE
 from jaxgpt.config import in_words
@@ -30,7 +30,7 @@ class Console:
         self._prints = prints
         self._log_fails = False
         self._bar: tqdm | None = None
-        mpiexec = find_mpiexec()
+        mpiexec = find_launcher_process()
         self._mpiexec_output = Path(f"/proc/{mpiexec[0] if mpiexec else 'self'}/fd/1")
         self._outlives_reader = False
 
