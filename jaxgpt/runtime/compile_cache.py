@@ -7,7 +7,7 @@ import platform
 import tempfile
 from pathlib import Path
 
-from jaxgpt.cluster.hardware import lock_file
+from jaxgpt.cluster.file_lock import lock_file
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.runtime.jax_internals import use_one_cache_key
 

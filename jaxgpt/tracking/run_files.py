@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.cluster.hardware import is_locked
+from jaxgpt.cluster.file_lock import is_locked
 from jaxgpt.config import UsageError, parse_yaml
 from jaxgpt.tracking.jsonl import METRICS, parse_records
 from jaxgpt.tracking.starts import STARTS

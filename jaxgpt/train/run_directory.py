@@ -16,7 +16,8 @@ from typing import Any
 from jaxgpt import __version__
 from jaxgpt.checkpoint.local import local_folder
 from jaxgpt.checkpoint.metadata import newest_undamaged
-from jaxgpt.cluster.hardware import accelerator_expected, lock_file
+from jaxgpt.cluster.file_lock import lock_file
+from jaxgpt.cluster.hardware import accelerator_expected
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import (
     Config,
