@@ -126,7 +126,8 @@ def plots_text(run: RunFiles, width: int) -> str:
     facts = [f"{key} {value}" for key, value in run.row().items() if value is not None]
     lines = textwrap.wrap(", ".join(facts), width, subsequent_indent="    ")
     for panel in PANELS:
-        for style, label, columns in series_of(run, panel)[:-1]:
+        curves, _ = series_of(run, panel)
+        for _, style, label, columns in curves:
             steps, values = columns["steps"], columns["y"]
             finite = values[np.isfinite(values)]
             if style in ("smooth", "dropped") or not len(finite):

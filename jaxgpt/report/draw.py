@@ -67,7 +67,7 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
     Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     found = [(panel, [series_of(run, panel) for run in runs]) for panel in panels]
-    found = [pair for pair in found if any(len(s[0].columns["y"]) for s in pair[1])]
+    found = [pair for pair in found if any(len(curves[0].columns["y"]) for curves, _ in pair[1])]
     width, height = min(2, max(1, len(found))), max(1, -(-len(found) // 2))  # in panels
     several = len(runs) > 1
     colors: Any = COLORS
@@ -79,22 +79,21 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
             colors = colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
         for index, (panel, of_runs) in enumerate(found):
-            axes, curves = figure.add_subplot(height, width, index + 1), dict[str, Any]()
+            axes, labels = figure.add_subplot(height, width, index + 1), dict[str, Any]()
             axes.set_title(panel.title, loc="left")
             axes.set(xlabel="step", ylabel=panel.unit)
-            for i, (run, series) in enumerate(zip(runs, of_runs, strict=True)):
-                for style, label, columns in series[:-1]:
-                    n = [c[2] for c in panel.curves].index(label)
+            for i, (run, (curves, events)) in enumerate(zip(runs, of_runs, strict=True)):
+                for n, style, label, columns in curves:
                     look = {"color": colors[i if several else n % len(COLORS)]}
                     look |= LINES[n % len(LINES)] | STYLES[style]
                     if np.isfinite(columns["y"]).sum() == 1:  # a line would be invisible
                         look |= STYLES["points"]
                     (line,) = axes.plot(columns["steps"], columns["y"], **look)
                     if style != "raw" and len(columns["y"]):
-                        curves[label] = line
+                        labels[label] = line
                         names.setdefault(run.name, line)
                 bottom, fields = axes.get_ylim()[0], ("kind", "steps", "steps_end", "y")
-                for kind, x, end, y in zip(*map(series[-1].columns.get, fields), strict=True):
+                for kind, x, end, y in zip(*map(events.get, fields), strict=True):
                     color, _, marker, meaning = MARKS[kind]
                     if kind == "skip":
                         mark = axes.axvspan(x - 0.5, end + 0.5, color="0.85", zorder=0)
@@ -102,7 +101,7 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
                         (mark,) = axes.plot(x, bottom if np.isnan(y) else y, marker, c=color)
                     marks[meaning] = mark
             legend = axes.legend(
-                curves.values(), curves, ncols=4, loc="lower right", bbox_to_anchor=(1, 1),
+                labels.values(), labels, ncols=4, loc="lower right", bbox_to_anchor=(1, 1),
                 fontsize="small", frameon=False, borderaxespad=0,
             )  # fmt: skip
             for line in legend.get_lines() if several else ():

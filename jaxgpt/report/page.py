@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.inspect import row_text
-from jaxgpt.report.panels import COLORS, MARKS, MAX_POINTS, PANELS, Panel, series_of
+from jaxgpt.report.panels import COLORS, MARKS, MAX_POINTS, PANELS, Panel, Series, series_of
 from jaxgpt.tracking.run_files import RunFiles, read_text
 from jaxgpt.tracking.starts import read_starts
 from jaxgpt.train.reporting.events import events
@@ -63,9 +63,10 @@ class Plots:
             raise UsageError(text) from None
         self.runs, self._limit = runs, limit
         self._sources = defaultdict[tuple[Any, ...], Any](ColumnDataSource)
-        self._styles: dict[str, list[tuple[str, str]]] = {}  # style and label of each curve
+        self._curves: dict[tuple[str, int], list[Series]] = {}  # by panel and number of the run
         self.update()
-        shown = {key[0] for key, s in self._sources.items() if key[2] >= 0 and len(s.data["y"])}
+        found = [(title, one) for (title, _), curves in self._curves.items() for one in curves]
+        shown = {title for title, one in found if len(one.columns["y"])}
         ranges = {x: DataRange1d(range_padding=0.02) for x in ("steps", "tokens")}
         self.figures = [
             self._panel(panel, [x, y][: 1 + panel.has_log], x_range=ranges[x], y_axis_type=y)
@@ -80,10 +81,11 @@ class Plots:
         Call `RunFiles.refresh` first to read new records. No figures are added.
         """
         for (i, run), panel in itertools.product(enumerate(self.runs), PANELS):
-            *curves, marks = series_of(run, panel, self._limit)
-            self._styles[panel.title] = [(series.style, series.label) for series in curves]
-            for n, series in [*enumerate(curves), (-1, marks)]:
+            curves, marks = series_of(run, panel, self._limit)
+            self._curves[panel.title, i] = curves
+            for n, series in enumerate(curves):
                 self._sources[panel.title, i, n].data = series.columns
+            self._sources[panel.title, i, "marks"].data = marks
 
     def _panel(self, panel: Panel, tags: list[str], **axes: Any) -> Any:
         from bokeh.models import HoverTool, NumeralTickFormatter
@@ -99,8 +101,7 @@ class Plots:
         fig.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
         lines, marks = [], []
         for i, run in enumerate(self.runs):
-            for n, (style, label) in enumerate(self._styles[panel.title]):
-                curve = [c[2] for c in panel.curves].index(label)
+            for n, (curve, style, label, _) in enumerate(self._curves[panel.title, i]):
                 source = self._sources[panel.title, i, n]
                 color = COLORS[(i if several else curve) % 8]
                 look = {"source": source, "name": f"{run.name}, {label}", "color": color}
@@ -109,7 +110,7 @@ class Plots:
                 lines.append(fig.line(x, "y", **look, **STYLES[style], line_dash=DASHES[curve]))
                 if style == "points" or np.isfinite(source.data["y"]).sum() == 1:
                     fig.scatter(x, "y", **look)
-            look = {"source": self._sources[panel.title, i, -1], "color": "color"}
+            look = {"source": self._sources[panel.title, i, "marks"], "color": "color"}
             fig.vstrip(x, f"{x}_end", **look, alpha=0.15)
             marks.append(fig.scatter(x, "y", **look, marker="marker", size=9))
         about = [("", "$name"), ("step", "@steps{0,0}"), ("tokens", "@tokens{0.00a}"), ("", "@y")]

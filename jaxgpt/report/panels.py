@@ -19,7 +19,7 @@ MARKS = {  # kind -> color, Bokeh marker, matplotlib marker, meaning
     "corruption": ("#e377c2", "x", "x", "corrupted device"),
     "damage": ("#8c564b", "cross", "+", "damaged checkpoint"),
 }
-STYLES = {"train": "line", "eval": "points", "rewind": "dropped"}  # by kind of record
+RECORD_STYLES = {"train": "line", "eval": "points", "rewind": "dropped"}  # by kind of record
 
 
 class Panel(NamedTuple):  # a plot of metrics against steps
@@ -46,33 +46,39 @@ PANELS = (
 )  # fmt: skip
 
 
-class Series(NamedTuple):  # a curve in a panel, or the marks for a run's events
-    style: str  # raw, smooth, line, points, dropped or marks
+class Series(NamedTuple):  # a curve in a panel; a noisy curve has two series, raw and smooth
+    number: int  # index of the curve in `Panel.curves`
+    style: str  # raw, smooth, line, points or dropped
     label: str
-    # int32 `steps`, float32 `tokens` and `y`; marks also have `kind`, `text`, `color`, `marker`,
-    # `steps_end` and `tokens_end`
-    columns: dict[str, Any]
+    columns: dict[str, np.ndarray]  # int32 `steps`, float32 `tokens` and `y`
 
 
-def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Series]:
-    """Return one run's curves in a panel, followed by the marks for the run's events.
+def series_of(
+    run: RunFiles, panel: Panel, limit: int = MAX_POINTS
+) -> tuple[list[Series], dict[str, Any]]:
+    """Return one run's curves in a panel, and the marks for the run's events.
 
     The list has the same length for all runs. Each curve has at most `limit` points (and the gaps
     between rewinds), or none if it has no finite values. `limit` must be at least 2.
+
+    The marks are columns with one value per event: int32 `steps`, float32 `tokens` and `y`, float64
+    `steps_end` and `tokens_end`, and lists `kind`, `text`, `color` and `marker`.
     """
     out = []
-    for kind, key, label in panel.curves:
+    for number, (kind, key, label) in enumerate(panel.curves):
         steps, values = run.curve(kind, key)
         values = panel.scale * values if np.isfinite(values).any() else values[:0]
         is_noisy = panel.is_noisy and kind == "train"
-        lines = [("raw" if is_noisy else STYLES[kind], values, limit)]
+        lines = [("raw" if is_noisy else RECORD_STYLES[kind], values, limit)]
         lines += [("smooth", smoothed(values), limit // 4)] if is_noisy else []
         for style, line, most in lines:
             kept = extremes(line, most)
             if style == "dropped":  # keep the gaps between rewinds
                 kept = np.union1d(kept, np.flatnonzero(np.isnan(line)))
-            out.append(Series(style, label, _columns(run, steps[kept], line[kept])))
-    marks, curve, key = events(run.records), out[panel.is_noisy].columns, panel.curves[0][1]
+            out.append(Series(number, style, label, _columns(run, steps[kept], line[kept])))
+    # The first curve gives the heights of events without values of their own.
+    curve = next(series.columns for series in out if series.style != "raw")
+    marks, key = events(run.records), panel.curves[0][1]
     steps, finite = np.array([mark.step for mark in marks], float), np.isfinite(curve["y"])
     points = (curve["steps"][finite], curve["y"][finite]) if finite.any() else ([0], [np.nan])
     own = [mark.record.get(key) for mark in marks]  # values in the events' records, if any
@@ -82,10 +88,10 @@ def series_of(run: RunFiles, panel: Panel, limit: int = MAX_POINTS) -> list[Seri
     looks |= {"color": [MARKS[mark.kind][0] for mark in marks]}
     looks |= {"marker": [MARKS[mark.kind][1] for mark in marks]}
     looks |= {"steps_end": ends, "tokens_end": run.tokens_at(ends)}
-    return [*out, Series("marks", "", _columns(run, steps, heights) | looks)]
+    return out, _columns(run, steps, heights) | looks
 
 
-def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+def _columns(run: RunFiles, steps: np.ndarray, values: np.ndarray) -> dict[str, np.ndarray]:
     tokens = run.tokens_at(steps).astype("float32")
     return {"steps": steps.astype("int32"), "tokens": tokens, "y": values.astype("float32")}
 

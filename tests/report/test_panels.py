@@ -53,7 +53,8 @@ def test_rewinds_stay_apart_in_a_long_run(tmp_path):
     records = [steps[0], rewinds[0], steps[1], rewinds[1]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (run,) = read_runs([tmp_path])
-    dropped = next(s for s in series_of(run, PANELS[0], limit=100) if s.style == "dropped")
+    curves, _ = series_of(run, PANELS[0], limit=100)
+    dropped = next(curve for curve in curves if curve.style == "dropped")
     at, losses = dropped.columns["steps"], dropped.columns["y"]
     last = np.flatnonzero(np.isfinite(losses) & (at <= 3000)).max()  # point of the first rewind
     assert np.isnan(losses[last + 1]) and len(at) < 110
