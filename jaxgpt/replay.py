@@ -51,15 +51,43 @@ class Conditions(NamedTuple):
         return f"mesh {self.mesh}, processes={self.processes}, {self.devices}, jax {self.jax}"
 
 
+class Part(NamedTuple):
+    """A sequence of consecutive steps with the same batch size."""
+
+    last: int  # its last step
+    settings: dict[str, Any]  # the configuration as a dict, without skip ranges
+
+
 class Stretch(NamedTuple):
     """A sequence of consecutive steps to repeat."""
 
     checkpoint: int  # step of the checkpoint to start from; 0 is the initial state
     last: int  # the last step to repeat
-    conditions: list[list[Any]]  # the distinct `Conditions` of the steps, in order, as lists
-    # [last step, configuration as a dict] for each sequence of steps with the same batch size. The
-    # configurations contain no skip ranges.
-    parts: list[list[Any]]
+    conditions: list[Conditions]  # the distinct conditions of the steps, in order
+    parts: list[Part]
+
+
+class History(NamedTuple):
+    """The recorded facts about a run that are needed to repeat steps of it."""
+
+    stretches: list[Stretch]  # for each distinct step, sorted by step
+    records: dict[int, dict[str, float | None]]  # step -> its metrics in `COMPARED`, as logged
+    skipped: list[int]  # the skipped steps, which are always logged
+    batch_sizes: Sequence[Sequence[int]]  # `BatchSizes.changes`
+    fingerprints: Sequence[Any]  # `Dataset.fingerprints`
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> "History":
+        """Return the history in `values`, which may have been converted to JSON and back.
+
+        JSON converts named tuples to lists, and the steps in `records` to strings.
+        """
+        stretches, records, *others = values
+        stretches = [
+            Stretch(first, last, [Conditions(*c) for c in conditions], [Part(*p) for p in parts])
+            for first, last, conditions, parts in stretches
+        ]
+        return cls(stretches, {int(step): r for step, r in records.items()}, *others)
 
 
 class Difference(NamedTuple):
@@ -116,39 +144,32 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
         OSError: on process 0, if metrics.jsonl cannot be read.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
     """
-    found = cluster.run_on_main(find_stretches, run, steps)
-    stretches = [Stretch(*stretch) for stretch in found["stretches"]]
-    mesh = mesh or Conditions(*stretches[0].conditions[0]).mesh.replace(" ", ",")
-    sizes, differs, repeater = BatchSizes(found["batch_sizes"]), False, None
-    for stretch in stretches:
+    history = History.from_json(cluster.run_on_main(read_history, run, steps))
+    mesh = mesh or history.stretches[0].conditions[0].mesh.replace(" ", ",")
+    sizes, differs, repeater = BatchSizes(history.batch_sizes), False, None
+    for stretch in history.stretches:
         begin, state, scalars = stretch.checkpoint, None, {}
-        for end, values in stretch.parts:
-            config = config_from_dict(values, f"checkpoint of {run}").replace(parallel__mesh=mesh)
+        for end, settings in stretch.parts:
+            config = config_from_dict(settings, f"checkpoint of {run}").replace(parallel__mesh=mesh)
             if repeater is None:
                 initialize_jax(cluster, mesh_shape(config))
             if repeater is None or repeater.config != config:
                 repeater = Repeater(
-                    run, config, sizes, found["skipped"], found["fingerprints"], cluster
+                    run, config, sizes, history.skipped, history.fingerprints, cluster
                 )
             state = repeater.restore_or_init(begin) if state is None else state
             state, more = repeater.repeat(state, range(begin + 1, end + 1))
             begin, scalars = end, scalars | more
-        exact = all(Conditions(*item) == repeater.conditions for item in stretch.conditions)
-        differences = compare(scalars, found["records"], exact)
+        exact = all(conditions == repeater.conditions for conditions in stretch.conditions)
+        differences = compare(scalars, history.records, exact)
         differs = differs or bool(differences)
         if cluster.is_main:
             print(verdict(stretch, repeater.conditions, differences, exact), flush=True)
     return differs
 
 
-def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
-    """Return the information about a run that `replay` needs, as a dict of JSON values.
-
-    - `stretches`: a `Stretch` for each distinct step, sorted by step.
-    - `records`: each logged training step's metrics in `COMPARED`, keyed by the step as a string.
-    - `skipped`: the skipped steps, which are always logged.
-    - `batch_sizes`: the run's `BatchSizes.changes`.
-    - `fingerprints`: the run's `Dataset.fingerprints`.
+def read_history(run: Path, steps: Sequence[int]) -> History:
+    """Return what a run has recorded, with a stretch for each distinct step of `steps`.
 
     Checkpoints with damaged JSON are ignored. Raises `UsageError` if `run` is not a run directory
     with checkpoints, if the folder or the JSON of a checkpoint cannot be read, if the JSON belongs
@@ -182,29 +203,26 @@ def find_stretches(run: Path, steps: Sequence[int]) -> dict[str, Any]:
             )
         before = max((s for s in saved if s < step), default=0)
         parts = _parts(saved, sizes, before, step)
-        if before == 0 and parts[-1][1]["train"]["init_from"] is not None:
+        if before == 0 and parts[-1].settings["train"]["init_from"] is not None:
             raise UsageError(
                 f"--step {step}: no earlier checkpoint is left, and the run did not start from "
                 "random weights; choose a later step"
             )
         _check_rates(run, parts, {s: r for s, r in trained.items() if before < s <= step})
         stretches.append(Stretch(before, step, _conditions(starts, before, step), parts))
-    return {
-        "stretches": stretches,
-        "records": {str(s): {n: r.get(n) for n in COMPARED} for s, r in trained.items()},
-        "skipped": [step for step in logged if step not in trained],
-        "batch_sizes": sizes.changes,
-        "fingerprints": saved[newest]["data_fingerprint"],
-    }
+    return History(
+        stretches,
+        records={s: {n: r.get(n) for n in COMPARED} for s, r in trained.items()},
+        skipped=[step for step in logged if step not in trained],
+        batch_sizes=sizes.changes,
+        fingerprints=saved[newest]["data_fingerprint"],
+    )
 
 
 def _parts(
     saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
-) -> list[list[Any]]:
-    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant.
-
-    Return [last step, configuration as a dict] for each part.
-    """
+) -> list[Part]:
+    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant."""
 
     def config_of(step: int) -> dict[str, Any]:
         """Return the configuration of the nearest checkpoint with this step's batch size.
@@ -226,18 +244,16 @@ def _parts(
     # checkpoints lack ranges that were added later.
     shared = {"parallel": config_of(last)["parallel"], "train_range_to_skip": []}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
-    return [[end, config_of(end) | shared] for end in ends]
+    return [Part(end, config_of(end) | shared) for end in ends]
 
 
-def _check_rates(
-    run: Path, parts: Sequence[Sequence[Any]], records: dict[int, dict[str, Any]]
-) -> None:
+def _check_rates(run: Path, parts: Sequence[Part], records: dict[int, dict[str, Any]]) -> None:
     """Raise `UsageError` if a recorded learning rate differs from that of the configuration.
 
-    This also raises `UsageError` if a configuration is invalid. `parts` is the result of `_parts`.
-    `records` maps steps of these parts to their `train` records.
+    This also raises `UsageError` if a configuration is invalid. `records` maps steps of these parts
+    to their `train` records.
     """
-    configs = [(end, config_from_dict(values, f"checkpoint of {run}")) for end, values in parts]
+    configs = [(p.last, config_from_dict(p.settings, f"checkpoint of {run}")) for p in parts]
     for step, record in records.items():
         config = next(config for end, config in configs if step <= end)
         lr, was = float(learning_rate(config.optimizer, step)), record.get("lr")
@@ -248,13 +264,13 @@ def _check_rates(
             )
 
 
-def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[list[Any]]:
-    """Return the distinct `Conditions` of steps `before` + 1 to `last`, in order, as lists.
+def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> list[Conditions]:
+    """Return the distinct conditions of steps `before` + 1 to `last`, in order.
 
     `starts` are the run's `start` records, oldest first. Raises `UsageError` if the records do not
     cover these steps.
     """
-    by_step = {}
+    found = []
     if not starts or starts[0]["step"] > before:
         raise UsageError(
             f"--step {last}: {METRICS} does not record the mesh and devices of the steps after "
@@ -262,8 +278,8 @@ def _conditions(starts: Sequence[dict[str, Any]], before: int, last: int) -> lis
         )
     for step in range(before + 1, last + 1):
         start = [s for s in starts if s["step"] < step][-1]
-        by_step[step] = [start[name] for name in Conditions._fields]
-    return [list(conditions) for conditions in dict.fromkeys(map(tuple, by_step.values()))]
+        found.append(Conditions(*(start[name] for name in Conditions._fields)))
+    return list(dict.fromkeys(found))
 
 
 class Repeater:
@@ -345,21 +361,22 @@ class Repeater:
 
 
 def compare(
-    found: dict[int, dict[str, Any]], records: dict[str, Any], exact: bool
+    found: dict[int, dict[str, Any]], records: dict[int, dict[str, float | None]], exact: bool
 ) -> list[Difference]:
     """Return the metrics in `found` that differ from `records`, in the order of `found`.
 
-    `found` and `records` have the formats of `Repeater.repeat` and of `records` in the result of
-    `find_stretches`. Steps without a record are not compared. If `exact` is True, the metrics must
-    be equal. Otherwise, they may differ by up to the tolerances in `COMPARED`. Non-finite metrics
-    are treated as None.
+    `found` is a result of `Repeater.repeat`, and `records` is `History.records`. Steps that were
+    not logged are not compared. If `exact` is True, the metrics must be equal. Otherwise, they may
+    differ by up to the tolerances in `COMPARED`. Non-finite metrics are treated as None.
     """
     out = []
     for step, scalars in found.items():
+        if step not in records:  # not logged (train.log_interval)
+            continue
         for name, tolerance in COMPARED.items():
             value = float(scalars[name])
             value = value if np.isfinite(value) else None  # as in metrics.jsonl
-            was = records.get(str(step), {name: value})[name]
+            was = records[step][name]
             if not agree(was, value, 0 if exact else tolerance):
                 out.append(Difference(step, name, was, value))
     return out
@@ -385,7 +402,7 @@ def verdict(
         return f"differs: {what}: {differences[0]}"
     how = "bit for bit"
     if not exact:
-        ran = " and ".join(str(Conditions(*item)) for item in stretch.conditions)
+        ran = " and ".join(map(str, stretch.conditions))
         how = f"up to rounding (the run had {ran})"
     return f"agrees {how}: {what}"
 

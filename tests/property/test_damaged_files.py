@@ -34,7 +34,7 @@ from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.model import find_trained
 from jaxgpt.inspect import differences
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.replay import find_stretches
+from jaxgpt.replay import read_history
 from jaxgpt.report.__main__ import goodput_report, spikes_report
 from jaxgpt.report.page import sections
 from jaxgpt.report.panels import PANELS, series_of
@@ -164,7 +164,7 @@ def go_on(home):
     run = SimpleNamespace(directory=home / "run")
     config = run_config(home).replace(out=str(home / "run"), train__eval_interval=10)
     missing_records(config, dataset("data.dataset=python"), 20)
-    find_stretches(home / "run", [10, 20])
+    read_history(home / "run", [10, 20])
     commit_rewind(home / "run", REWINDS[-1], 5)
     for tracker in (JsonLines(), Samples()):
         tracker.open(run, 10)
@@ -178,7 +178,7 @@ def read_checkpoints(home):
     step, meta, _ = newest_undamaged(run, "quarantine")
     check_resume(config, run, step, meta, data)
     skip_ranges(config_from_dict(meta["config"], "checkpoint"))
-    find_stretches(run, [10])
+    read_history(run, [10])
     differences(config, data, run, 12)
     with contextlib.suppress(UsageError):
         initial_model("hf:none", str(run))
