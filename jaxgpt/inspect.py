@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,18 @@ from jaxgpt.train.resume import (
 OTHER_DATA = "warning: this data differs from the data that the run was trained on"
 
 
+class StepRows(NamedTuple):
+    """The rows of a training step."""
+
+    dataset: Dataset
+    # For each wanted row, a dict with `step`, `row` and the values returned by `origin`. If there
+    # is a loss mask, it also has `targets`, the number of targets that count toward the loss.
+    records: list[dict[str, Any]]
+    tokens: np.ndarray  # int32 (B, T+1), all rows of the step
+    weights: np.ndarray | None  # loss weights, uint8 (B, T+1); None if there is no loss mask
+    notes: list[str]  # remarks and warnings for the user
+
+
 def parser() -> CommandParser:
     out = CommandParser(prog="python -m jaxgpt.inspect", description=__doc__)
     which = out.add_mutually_exclusive_group(required=True)
@@ -84,32 +96,26 @@ def main(argv: list[str] | None = None) -> None:
             [*base, *arguments.settings], parser().prog, model_of, saved_settings=saved_settings
         )
         with join_process_group() as cluster:
-            dataset, found, tokens, weights, notes = cluster.run_on_all(
-                _look_up, config, arguments.run, arguments.step, arguments.rows
-            )
+            wanted = arguments.step, arguments.rows
+            rows = cluster.run_on_all(_look_up, config, arguments.run, *wanted)
             if arguments.worst:
-                config = with_vocabulary(config, dataset).replace(parallel__mesh=arguments.mesh)
+                config = with_vocabulary(config, rows.dataset)
+                config = config.replace(parallel__mesh=arguments.mesh)
                 at = _checkpoint_before(arguments.run, arguments.step)
-                notes.append(f"losses are computed with checkpoint {at}")
-                losses = row_losses(config, arguments.run, at, tokens, weights, cluster)
-                for record in found:
+                rows.notes.append(f"losses are computed with checkpoint {at}")
+                losses = row_losses(config, arguments.run, at, rows, cluster)
+                for record in rows.records:
                     record["loss"] = float(losses[record["row"]])
-                found.sort(key=lambda record: np.nan_to_num(-record["loss"], nan=-np.inf))
+                rows.records.sort(key=lambda record: np.nan_to_num(-record["loss"], nan=-np.inf))
             if cluster.is_main:
-                print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
-                show(found, tokens, weights, dataset, arguments.json)
+                print("".join(f"{note}\n" for note in rows.notes), end="", file=sys.stderr)
+                show(rows, arguments.json)
 
 
-def _look_up(
-    config: Config, run: Path | None, step: int, wanted: str | None
-) -> tuple[Dataset, list[dict[str, Any]], np.ndarray, np.ndarray | None, list[str]]:
-    """Return (dataset, records of the `wanted` rows, tokens, loss weights, notes) for a step.
+def _look_up(config: Config, run: Path | None, step: int, wanted: str | None) -> StepRows:
+    """Return the rows of a step, with records of the `wanted` rows.
 
-    A record contains `step`, `row` and the values returned by `origin`. If there is a loss mask, it
-    also contains `targets`, the number of targets that count toward the loss. `run` is None if
-    there is no run directory. The tokens cover all rows of the step, as int32 (B, T+1). The loss
-    weights are uint8 (B, T+1), or None if there is no loss mask. Notes are remarks and warnings for
-    the user.
+    `wanted` has the format of `--rows`. `run` is None if there is no run directory.
 
     Raises:
         UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
@@ -120,20 +126,20 @@ def _look_up(
     dataset = open_dataset(config.data, config.model)
     config = with_vocabulary(config, dataset)
     sizes = batch_sizes(run, config) if run else None
-    rows = Loader.for_training(dataset, config, batch_sizes=sizes)
-    size = rows.batch_sizes.at(step)
+    loader = Loader.for_training(dataset, config, batch_sizes=sizes)
+    size = loader.batch_sizes.at(step)
     chosen = _chosen_rows(wanted, size)
-    found = [{"step": step, "row": row, **origin(dataset, rows, step, row)} for row in chosen]
-    weights = rows.read_weights(step, range(size)) if rows.has_masks else None
+    records = [{"step": step, "row": row, **origin(dataset, loader, step, row)} for row in chosen]
+    weights = loader.read_weights(step, range(size)) if loader.has_masks else None
     if weights is not None:
-        for record in found:
+        for record in records:
             record["targets"] = int(weights[record["row"], 1:].sum())
     notes = differences(config, dataset, run, step)
-    if rows.is_random(step):
+    if loader.is_random(step):
         notes.append(f"step {step} has random tokens, because of faults.random_tokens")
     if size != config.train.batch_size:
         notes.append(f"train.batch_size was {size} at step {step}")
-    return dataset, found, rows.read(step, range(size)), weights, notes
+    return StepRows(dataset, records, loader.read(step, range(size)), weights, notes)
 
 
 @functools.lru_cache(maxsize=1000)
@@ -163,8 +169,8 @@ def row_text(run: Path, step: int, row: int, corpus: str, source: str, offset: i
             near = _checkpoint_near(run, step)  # only other data affects a recorded place
             notes = [OTHER_DATA] if near and _has_other_data(dataset, near[1]) else []
         else:
-            _, (found,), rows, _, notes = _look_up(config, run, step, str(row))
-            ids = rows[row]
+            rows = _look_up(config, run, step, str(row))
+            (found,), ids, notes = rows.records, rows.tokens[row], rows.notes
             if source and not is_random:
                 what = f"tokens {offset:,} to {offset + length - 1:,} of {source}"
                 notes.append(f"warning: the run trained on {what}, which its data no longer has")
@@ -288,20 +294,15 @@ def _checkpoint_before(run: Path | None, step: int) -> int:
 
 
 def row_losses(
-    config: Config,
-    run: Path,
-    at: int,
-    tokens: np.ndarray,
-    weights: np.ndarray | None,
-    cluster: ProcessGroup,
+    config: Config, run: Path, at: int, rows: StepRows, cluster: ProcessGroup
 ) -> np.ndarray:
     """Return each row's mean loss in nats, as float32 (B,).
 
-    The parameters come from the checkpoint of step `at`. `tokens` and `weights` come from
-    `_look_up`. Each mean is weighted by `weights`, unless `weights` is None. If all weights of a
-    row are 0, the row's mean is 0. This starts JAX. All processes must call this. Raises
-    `UsageError` if the mesh is malformed or does not fit the devices, the configuration or the
-    batch. Also raises whatever `initialize_jax`, `make_steps` and `restore_params` raise.
+    The parameters come from the checkpoint of step `at`. Each mean is weighted by the loss weights,
+    if there are any. If all weights of a row are 0, the row's mean is 0. This starts JAX. All
+    processes must call this. Raises `UsageError` if the mesh is malformed or does not fit the
+    devices, the configuration or the batch. Also raises whatever `initialize_jax`, `make_steps` and
+    `restore_params` raise.
     """
     from jaxgpt.runtime.initialize import initialize_jax
 
@@ -314,8 +315,9 @@ def row_losses(
     from jaxgpt.train.compiled import make_steps
 
     # The batch size of this step may not be divisible into microbatches.
-    config = config.replace(train__batch_size=len(tokens), train__matmul_dtype=None)
-    if len(tokens) % config.train.gradient_accumulation_steps:
+    size = len(rows.tokens)
+    config = config.replace(train__batch_size=size, train__matmul_dtype=None)
+    if size % config.train.gradient_accumulation_steps:
         config = config.replace(train__gradient_accumulation_steps=1)
     steps = make_steps(config, job_mesh(config, cluster.hosts), hosts=cluster.hosts)
     params = restore_params(run, at, steps.state_shapes.params, cluster)
@@ -323,37 +325,32 @@ def row_losses(
     def on_mesh(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(array.shape, steps.batch_sharding, array.__getitem__)
 
-    losses, rows = [], tokens if weights is None else TokenRows(tokens, weights)
-    for first in range(0, len(tokens), config.microbatch_size):
+    whole = rows.tokens if rows.weights is None else TokenRows(rows.tokens, rows.weights)
+    losses = []
+    for first in range(0, size, config.microbatch_size):
         part = slice(first, first + config.microbatch_size)
-        batch = jax.tree.map(lambda array, part=part: on_mesh(array[part]), rows)
+        batch = jax.tree.map(lambda array, part=part: on_mesh(array[part]), whole)
         losses.append(np.asarray(steps.eval_step(params, batch)))
     return np.concatenate(losses)
 
 
-def show(
-    found: list[dict[str, Any]],
-    tokens: np.ndarray,
-    weights: np.ndarray | None,
-    dataset: Dataset,
-    as_json: bool,
-) -> None:
+def show(rows: StepRows, as_json: bool) -> None:
     """Print the records and text of rows, or JSON lines with token IDs and any loss weights.
 
-    If there is no tokenizer, token IDs are printed instead of text, and `text` in JSON is null. For
-    all arguments except `as_json`, see `_look_up`. Raises `UsageError` if the tokenizer needs a
-    package that is not installed.
+    If there is no tokenizer, token IDs are printed instead of text, and `text` in JSON is null.
+    Raises `UsageError` if the tokenizer needs a package that is not installed.
     """
+    tokenizer, weights = rows.dataset.tokenizer, rows.weights
 
     def text_of(ids: list[int]) -> str:
-        return dataset.tokenizer.decode(ids) if dataset.tokenizer else " ".join(map(str, ids))
+        return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
-    for record in found:
+    for record in rows.records:
         row = record["row"]
-        ids = tokens[row].tolist()
+        ids = rows.tokens[row].tolist()
         if as_json:
             extra = {} if weights is None else {"weights": weights[row].tolist()}
-            text = text_of(ids) if dataset.tokenizer else None
+            text = text_of(ids) if tokenizer else None
             print(json_line({**record, "text": text, "tokens": ids, **extra}), end="")
             continue
         about = ", ".join(f"{k} {v}" for k, v in record.items() if v is not None)
