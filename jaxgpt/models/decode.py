@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxgpt.config import ModelConfig
 from jaxgpt.data.batch import input_batch
-from jaxgpt.models.attention import TokenPositions, xla_attention
+from jaxgpt.kernels.attention import TokenPositions, xla_attention
 from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, Block
 from jaxgpt.parallel.sharding import Params
@@ -82,7 +82,7 @@ class CachedAttention:
         window: int | None,
         keys_BH: None,
     ) -> jax.Array:
-        """Return out_1THK for T new tokens; see `models.attention.Attention`.
+        """Return out_1THK for T new tokens; see `kernels.attention.Attention`.
 
         If T is block_size, the new tokens attend only to one another, not to cached tokens. See
         `decode_step` for the limits of T.

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.kernels.attention import Attention, TokenPositions
 from jaxgpt.kernels.dropout import drop_elements
 from jaxgpt.kernels.norm import LayerNorm, RMSNorm, RMSNorm1p
-from jaxgpt.models.attention import Attention, TokenPositions
 from jaxgpt.models.rope import Rotation
 from jaxgpt.parallel.sharding import LogicalAxes
 from jaxgpt.parallel.tensor import ParallelContext

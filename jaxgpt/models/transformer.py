@@ -23,7 +23,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxgpt.config import ModelConfig, UsageError
 from jaxgpt.data.batch import Batch
-from jaxgpt.models.attention import KERNELS, Attention, AttentionSetting, TokenPositions
+from jaxgpt.kernels.attention import Attention, TokenPositions
+from jaxgpt.models.attention import KERNELS, AttentionSetting
 from jaxgpt.models.layers import (
     AttentionInputs,
     LayerBuilder,

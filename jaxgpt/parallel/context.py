@@ -1,6 +1,7 @@
 """Context parallelism: each device holds a slice of every sequence.
 
-`split_sequence` returns an attention function for slices of rows.
+`split_sequence` returns an attention function for slices of rows. This function takes slices of q,
+k and v, and the positions of whole rows (from `gather_positions`).
 
 Ulysses (arXiv 2309.14509): all-to-alls give each device all positions of some heads, and another
 all-to-all returns the results. The attention kernel is the same as for whole rows.
@@ -24,14 +25,10 @@ import jax.numpy as jnp
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.config.validate import ring_obstacle, ulysses_obstacle
-from jaxgpt.parallel.ring import QUERIES, Axes, VisibleKeys, ring_attention
+from jaxgpt.kernels.attention import QUERY_BLOCK, Attention, TokenPositions
+from jaxgpt.parallel.ring import Axes, ring_attention
 from jaxgpt.parallel.schedule import Schedule
 from jaxgpt.parallel.tensor import ParallelContext
-
-# (q_BTHK, k_BTGK, v_BTGK, positions, positions, window, dropout keys_BH) -> out_BTHK; see
-# `models.attention.Attention`. An attention function for slices of rows takes slices of q, k and v,
-# and the positions of whole rows (from `gather_positions`).
-Attention = Callable[..., jax.Array]
 
 # With this many tokens per device, attending to one block on an H100 (2e14 FLOP/s) takes as long as
 # sending the next block to another host (50 GB/s). This assumes as many key-value heads as query
@@ -87,7 +84,6 @@ def split_sequence(
     shape: MeshShape,
     context: ParallelContext,
     attend: Attention,
-    visible_keys: VisibleKeys,
     devices_per_host: int | None,
 ) -> SequenceSplit:
     """Return the attention function and the schedule wrapper for slices of rows.
@@ -97,7 +93,6 @@ def split_sequence(
 
     Args:
         attend: attention function for whole rows.
-        visible_keys: function that makes the attention mask for ring attention.
         devices_per_host: see `choose_implementation`.
     """
     axes, unchanged = context.sequence_axes, lambda schedule: schedule
@@ -107,8 +102,8 @@ def split_sequence(
     n = shape.split_of("splits_sequence")
     note = f"{' x '.join(axes)} = {n} uses {impl}, because {reason}"
     if impl == "ring":
-        note += f"; its blocks run through a kernel that takes {QUERIES} queries at a time"
-        ring = functools.partial(ring_attention, axes, visible_keys)
+        note += f"; its blocks run through a kernel that takes {QUERY_BLOCK} queries at a time"
+        ring = functools.partial(ring_attention, axes)
         return SequenceSplit(ring, functools.partial(zigzag_schedule, context), note)
     G = config.model.kv_heads
     G = G // context.tensor if G % context.tensor == 0 else config.model.n_head // context.tensor
@@ -117,12 +112,11 @@ def split_sequence(
     return SequenceSplit(functools.partial(ulysses_attention, axes, attend), unchanged, note)
 
 
-def gather_positions(at: Any, axes: Axes) -> Any:
+def gather_positions(at: TokenPositions, axes: Axes) -> TokenPositions:
     """Concatenate the slices (..., T) of the devices along `axes` into the positions of whole rows.
 
     Args:
-        at: `models.attention.TokenPositions` of this device's tokens; returned unchanged if
-            `axes` is empty.
+        at: the positions of this device's tokens; returned unchanged if `axes` is empty.
     """
     if not axes:
         return at
@@ -138,8 +132,8 @@ def ulysses_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    q_at: Any,
-    k_at: Any,
+    q_at: TokenPositions,
+    k_at: TokenPositions,
     window: int | None,
     keys_BH: jax.Array | None,
 ) -> jax.Array:
@@ -154,7 +148,7 @@ def ulysses_attention(
         q_at, k_at: positions of whole rows.
 
     Returns:
-        out_BTHK for this device's slice of the rows; see `Attention`.
+        out_BTHK for this device's slice of the rows; see `kernels.attention.Attention`.
     """
     n, H = jax.lax.axis_size(axes), q_BTHK.shape[2]
     copies = n // math.gcd(k_BTGK.shape[2], n)

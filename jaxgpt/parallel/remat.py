@@ -14,7 +14,7 @@ def rematerialized(layer: Callable[..., Any], remat: str, in_loop: bool) -> Call
     Args:
         remat: value of parallel.remat. `full` saves only the layer's inputs. `dots` also saves the
             outputs of the primitives in `COMMUNICATED` and of matmuls without batch dims. `none`
-            and `attention` leave the layer unchanged; `without_scores` in models/attention.py
+            and `attention` leave the layer unchanged; `without_scores` in kernels/attention.py
             implements `attention`.
         in_loop: whether the layer runs inside `jax.lax.scan`. In a scan, XLA cannot merge
             recomputed operations with the originals, so no barrier is needed.

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Axes = tuple[str, ...]  # mesh axes that split the sequence, outermost first
-# (query positions, key positions, window) -> mask; see `models.attention.visible_keys`.
-VisibleKeys = Callable[[Any, Any, int | None], jax.Array]
+from jaxgpt.kernels.attention import TokenPositions, query_block_size, visible_keys
 
-QUERIES = 128  # number of queries that `attend_block` processes at a time
+Axes = tuple[str, ...]  # mesh axes that split the sequence, outermost first
 OUTSIDE = jnp.iinfo(jnp.int32).max  # a position that no query sees
 
 
@@ -31,7 +29,7 @@ class Queries(NamedTuple):
     """
 
     q_BTGK: jax.Array
-    at: Any  # `TokenPositions`
+    at: TokenPositions
     d_out_BTGK: jax.Array | None = None  # gradient of the output
     lse_BTG: jax.Array | None = None  # log-sum-exp of the scores over all visible keys
     delta_BTG: jax.Array | None = None  # inner product of the output and its gradient
@@ -42,7 +40,7 @@ class Keys(NamedTuple):
 
     k_BSGK: jax.Array
     v_BSGK: jax.Array
-    at: Any  # `TokenPositions`
+    at: TokenPositions
 
 
 class Pair(NamedTuple):
@@ -59,12 +57,11 @@ class Pair(NamedTuple):
 
 def ring_attention(
     axes: Axes,
-    visible_keys: VisibleKeys,
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    q_at: Any,
-    k_at: Any,
+    q_at: TokenPositions,
+    k_at: TokenPositions,
     window: int | None,
     keys_BH: jax.Array | None,
 ) -> jax.Array:
@@ -74,13 +71,12 @@ def ring_attention(
     fetch only the keys in their windows. Other layers send all keys and values around the ring.
 
     Args:
-        visible_keys: function that makes the attention mask.
         q_BTHK, k_BTGK, v_BTGK: this device's slice of the rows.
         q_at, k_at: positions of whole rows.
         keys_BH: ignored.
 
     Returns:
-        out_BTHK for this device's slice of the rows; see `Attention`.
+        out_BTHK for this device's slice of the rows; see `kernels.attention.Attention`.
     """
     del keys_BH  # `ring_obstacle` excludes dropout
     B, T, H, K = q_BTHK.shape
@@ -89,26 +85,25 @@ def ring_attention(
     q_BTGK = q_BTHK.reshape(B, T, G, R, K).swapaxes(2, 3).reshape(B, T * R, G, K)
     own_at = _slice_of(q_at, axes, jax.lax.axis_index(axes))
     q_at = jax.tree.map(lambda x: x.repeat(R, axis=-1), own_at)
-    mask = functools.partial(visible_keys, window=window)
     if window is not None and window <= (jax.lax.axis_size(axes) - 1) * T // 2 + 1:
-        out_BTGK = _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)
+        out_BTGK = _attend_to_window(axes, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)
     else:
-        out_BTGK = _attend_around_ring(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)
+        out_BTGK = _attend_around_ring(axes, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)
     return out_BTGK.reshape(B, T, R, G, K).swapaxes(2, 3).reshape(B, T, H, K)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_around_ring(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
-    return _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)[0]
+def _attend_around_ring(axes, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
+    return _ring_forward(axes, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at)[0]
 
 
-def _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
+def _ring_forward(axes, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
     queries = Queries(q_BTGK, q_at)
 
     def attend(step: int, keys: Keys, pairs: Any, found: Any) -> Any:
         for chunks in pairs:
             pair = _pair_of_chunks(queries, keys, *chunks)
-            found = attend_block(mask, queries, keys, pair, found)
+            found = attend_block(window, queries, keys, pair, found)
         return found
 
     found = _nothing_seen(queries)
@@ -117,7 +112,7 @@ def _ring_forward(axes, mask, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
     return out_BTGK, (q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_BTG)
 
 
-def _ring_backward(axes, mask, saved, d_out_BTGK):
+def _ring_backward(axes, window, saved, d_out_BTGK):
     # Without the barrier, XLA would store all blocks of all layers instead of sending them again.
     saved, d_out_BTGK = jax.lax.optimization_barrier((saved, d_out_BTGK))
     q_BTGK, k_BTGK, v_BTGK, q_at, k_at, out_BTGK, lse_BTG = saved
@@ -130,7 +125,7 @@ def _ring_backward(axes, mask, saved, d_out_BTGK):
         d_kv = _zeros(jnp.stack(keys[:2]), lse_BTG.dtype)
         for chunks in pairs:
             pair = _pair_of_chunks(queries, keys, *chunks)
-            dq_BTGK, d_kv = block_gradients(mask, queries, keys, pair, (dq_BTGK, d_kv))
+            dq_BTGK, d_kv = block_gradients(window, queries, keys, pair, (dq_BTGK, d_kv))
         if step > 1:  # add this block's gradients from the previous device
             *d_kvs, travelling = d_kvs
             d_kv += _send_to_next(travelling, axes)
@@ -151,7 +146,7 @@ def _around_ring(
     process: Callable[[int, Keys, list[tuple[Any, Any]], Any], Any],
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    k_at: Any,
+    k_at: TokenPositions,
     found: Any,
 ) -> Any:
     """Apply `found = process(step, keys, visible_pairs, found)` to each block; return `found`.
@@ -209,7 +204,7 @@ def _merge(
     return sum(share * x for share, x in zip(shares, (out, other_out), strict=True)), total
 
 
-def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
+def _attend_to_window(axes, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
     """Let each chunk attend to its own keys and to the `window - 1` keys before them."""
     chunk, n_before = k_BTGK.shape[1] // 2, window - 1
     kv = jnp.stack([_halves(k_BTGK), _halves(v_BTGK)], axis=1)  # (2, 2, B, S, G, K)
@@ -220,10 +215,10 @@ def _attend_to_window(axes, mask, window, q_BTGK, k_BTGK, v_BTGK, q_at, k_at):
     k_2BSGK, v_2BSGK = jnp.concatenate(parts, axis=3).swapaxes(0, 1)
     keys = Keys(k_2BSGK, v_2BSGK, _positions_around_chunks(k_at, n_before, axes))
     queries = Queries(_halves(q_BTGK), _halves_at(q_at))
-    return _joined(jax.vmap(functools.partial(_attend_once, mask, n_before))(queries, keys))
+    return _joined(jax.vmap(functools.partial(_attend_once, window))(queries, keys))
 
 
-def _positions_around_chunks(at: Any, n_before: int, axes: Axes) -> Any:
+def _positions_around_chunks(at: TokenPositions, n_before: int, axes: Axes) -> TokenPositions:
     """Return token positions for each of this device's chunks and the `n_before` tokens before it.
 
     Args:
@@ -254,25 +249,25 @@ def _from_chunk_before(x_2: jax.Array, axes: Axes) -> jax.Array:
     return jnp.stack([early, jnp.where(i == n - 1, x_2[0], late)])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_once(mask, n_before, queries, keys):
-    return _attend_once_forward(mask, n_before, queries, keys)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_once(window, queries, keys):
+    return _attend_once_forward(window, queries, keys)[0]
 
 
-def _attend_once_forward(mask, n_before, queries, keys):
-    pair = Pair(0, queries.q_BTGK.shape[1], 0, keys.k_BSGK.shape[1], n_before)
-    out_BTGK, lse_BTG = attend_block(mask, queries, keys, pair, _nothing_seen(queries))
+def _attend_once_forward(window, queries, keys):
+    pair = Pair(0, queries.q_BTGK.shape[1], 0, keys.k_BSGK.shape[1], window - 1)
+    out_BTGK, lse_BTG = attend_block(window, queries, keys, pair, _nothing_seen(queries))
     out_BTGK = out_BTGK.astype(queries.q_BTGK.dtype)
     return out_BTGK, (queries, keys, out_BTGK, lse_BTG)
 
 
-def _attend_once_backward(mask, n_before, saved, d_out_BTGK):
+def _attend_once_backward(window, saved, d_out_BTGK):
     queries, keys, out_BTGK, lse_BTG = saved
     delta_BTG = (d_out_BTGK.astype(lse_BTG.dtype) * out_BTGK).sum(axis=-1)
     queries = Queries(queries.q_BTGK, queries.at, d_out_BTGK, lse_BTG, delta_BTG)
     found = tuple(_zeros(x, lse_BTG.dtype) for x in (queries.q_BTGK, jnp.stack(keys[:2])))
-    pair = Pair(0, queries.q_BTGK.shape[1], 0, keys.k_BSGK.shape[1], n_before)
-    dq_BTGK, d_kv = block_gradients(mask, queries, keys, pair, found)
+    pair = Pair(0, queries.q_BTGK.shape[1], 0, keys.k_BSGK.shape[1], window - 1)
+    dq_BTGK, d_kv = block_gradients(window, queries, keys, pair, found)
     dq_BTGK, dk_BSGK, dv_BSGK = (d.astype(d_out_BTGK.dtype) for d in (dq_BTGK, *d_kv))
     return Queries(dq_BTGK, None), Keys(dk_BSGK, dv_BSGK, None)
 
@@ -296,15 +291,18 @@ def _zeros(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def attend_block(
-    mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
+    window: int | None,
+    queries: Queries,
+    keys: Keys,
+    pair: Pair,
+    found: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return `found`, merged with the attention output for one block of keys.
 
-    If `pair.n_queries` has a suitable divisor, at most `QUERIES` queries are processed at a time
-    (see `_split_pair`).
+    `query_block_size(pair.n_queries)` queries are processed at a time.
 
     Args:
-        mask: (query positions, key positions) -> bool (T, S) or (B, 1, T, S).
+        window: see `visible_keys`.
         pair: the queries to update, and the keys that they may see. Each of these queries must see
             a key in this block or in an earlier block.
         found: the output out_BTGK for the earlier blocks, and the log-sum-exp lse_BTG of their
@@ -316,7 +314,7 @@ def attend_block(
 
     def attend(found: Any, firsts: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         part, seen = _slice(queries, firsts[0], n_queries), _slice(keys, firsts[1], n_keys)
-        scores_BGTS, is_seen = _scores(mask, part, seen)
+        scores_BGTS, is_seen = _scores(window, part, seen)
         largest_BGT1 = jnp.where(is_seen, scores_BGTS, -jnp.inf).max(axis=-1, keepdims=True)
         largest_BGT1 = jnp.maximum(largest_BGT1, jnp.finfo(scores_BGTS.dtype).min)
         weights_BGTS = jnp.where(is_seen, jnp.exp(scores_BGTS - largest_BGT1), 0)
@@ -331,7 +329,11 @@ def attend_block(
 
 
 def block_gradients(
-    mask: Any, queries: Queries, keys: Keys, pair: Pair, found: tuple[jax.Array, jax.Array]
+    window: int | None,
+    queries: Queries,
+    keys: Keys,
+    pair: Pair,
+    found: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return `found` plus the gradients for one block of keys; see `attend_block`.
 
@@ -347,7 +349,7 @@ def block_gradients(
 
     def add(found: Any, firsts: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
         part, seen = _slice(queries, firsts[0], n_queries), _slice(keys, firsts[1], n_keys)
-        scores_BGTS, is_seen = _scores(mask, part, seen)
+        scores_BGTS, is_seen = _scores(window, part, seen)
         lse_BGT1, delta_BGT1 = (x.swapaxes(1, 2)[..., None] for x in (part.lse_BTG, part.delta_BTG))
         weights_BGTS = jnp.where(is_seen, jnp.exp(scores_BGTS - lse_BGT1), 0)
         d_weights_BGTS = _einsum("BTGK,BSGK->BGTS", part.d_out_BTGK, seen.v_BSGK)
@@ -363,10 +365,10 @@ def block_gradients(
     return jax.lax.scan(add, found, firsts)[0]
 
 
-def _scores(mask: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
+def _scores(window: int | None, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
     """Return scores_BGTS and the attention mask."""
     scores_BGTS = _einsum("BTGK,BSGK->BGTS", queries.q_BTGK, keys.k_BSGK) * _scale(keys)
-    return scores_BGTS, mask(queries.at, keys.at)
+    return scores_BGTS, visible_keys(queries.at, keys.at, window)
 
 
 def _scale(keys: Keys) -> float:
@@ -393,17 +395,14 @@ def _with_dependent_positions(queries: Queries) -> Queries:
 
 
 def _split_pair(pair: Pair) -> tuple[tuple[jax.Array, jax.Array], int, int]:
-    """Split the queries of a pair into N equal parts of at most `QUERIES` queries.
-
-    If the number of queries has no divisor from QUERIES / 8 to QUERIES, there is one part.
+    """Split the queries of a pair into N equal parts; see `query_block_size`.
 
     Returns:
         Two int32 arrays (N,): the first query of each part, and the first key that the part may
         see. The number of queries per part, and the number of keys per part.
     """
     T, S = pair.n_queries, pair.n_keys
-    size = max(n for n in range(1, QUERIES + 1) if T % n == 0)
-    size = size if size >= QUERIES / 8 else T
+    size = query_block_size(T)
     starts_N, keys_N, n_keys = jnp.arange(0, T, size), jnp.zeros(T // size, jnp.int32), S
     if pair.n_before is not None:
         R = T // (S - pair.n_before)  # queries per token
@@ -446,11 +445,11 @@ def _halves(x_BT: jax.Array) -> jax.Array:
     return _parts(x_BT, 1, 2)
 
 
-def _halves_at(at: Any) -> Any:
+def _halves_at(at: TokenPositions) -> TokenPositions:
     return jax.tree.map(lambda x: _parts(x, x.ndim - 1, 2), at)
 
 
-def _slice_of(at: Any, axes: Axes, device: Any) -> Any:
+def _slice_of(at: TokenPositions, axes: Axes, device: Any) -> TokenPositions:
     """Return the positions of one device's tokens, given the positions of the whole row."""
 
     def take(x: jax.Array) -> jax.Array:

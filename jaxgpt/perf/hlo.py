@@ -189,7 +189,7 @@ def _in_attention(instruction: Instruction, program: HloProgram) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
         return True  # XLA dropped the source, but only attention has batched matmuls
-    return any(file.endswith("models/attention.py") for file, _, _ in stack)
+    return any(file.endswith("kernels/attention.py") for file, _, _ in stack)
 
 
 def _source(instruction: Instruction, program: HloProgram) -> str:

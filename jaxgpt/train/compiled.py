@@ -12,15 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxgpt.config import Config
 from jaxgpt.data.batch import TokenRows
+from jaxgpt.kernels.attention import Attention, without_scores
 from jaxgpt.kernels.float8 import check_float8
 from jaxgpt.models.attention import (
     KERNELS,
-    Attention,
     AttentionSetting,
     choose_attention,
     cuda_capability,
     fallback_warnings,
-    without_scores,
 )
 from jaxgpt.models.decode import Cache
 from jaxgpt.models.loss import TokenScores

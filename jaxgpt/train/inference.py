@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxgpt.data.batch import NO_TOKEN, Batch, TokenRows, make_batch
-from jaxgpt.models.attention import Attention
+from jaxgpt.kernels.attention import Attention
 from jaxgpt.models.decode import Cache, LayerCache, decode_step, empty_cache, unstack_layers
 from jaxgpt.models.layers import layer_pattern, padded_vocab_size
 from jaxgpt.models.loss import TokenScores

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxgpt.config import Config, MeshShape
 from jaxgpt.data.batch import Batch, batch_specs
+from jaxgpt.kernels.attention import Attention
 from jaxgpt.kernels.float8 import float8_matmul
 from jaxgpt.kernels.linear import matmul
-from jaxgpt.models.attention import Attention, visible_keys
 from jaxgpt.models.layers import layer_pattern
 from jaxgpt.models.transformer import GPT, gpt_graph
 from jaxgpt.models.weights import Weight, activation_bytes, count_parameters, weights
@@ -145,7 +145,7 @@ def shard_model(
         matmul=matmul if config.train.matmul_dtype is None else float8_matmul,
     )
     per_host = None if hosts is None else devices_per_host(mesh, hosts)
-    split = split_sequence(config, MeshShape(**mesh.shape), context, attend, visible_keys, per_host)
+    split = split_sequence(config, MeshShape(**mesh.shape), context, attend, per_host)
     graph = gpt_graph(
         config.model,
         dtype=np.dtype(config.train.dtype),

@@ -11,15 +11,7 @@ from flax import nnx
 
 from jaxgpt.config import ModelConfig, UsageError, load_config, mesh_shape
 from jaxgpt.data.batch import input_batch
-from jaxgpt.models.attention import (
-    AttentionSetting,
-    TokenPositions,
-    blockwise_attention,
-    causal_attention,
-    choose_attention,
-    fallback_warnings,
-    xla_attention,
-)
+from jaxgpt.models.attention import AttentionSetting, choose_attention, fallback_warnings
 from jaxgpt.models.mlp import MLPS
 from jaxgpt.models.rope import rope_frequencies
 from jaxgpt.models.transformer import GPT
@@ -272,35 +264,6 @@ def test_a_packed_row_has_the_losses_of_its_documents_alone(family):
         leaks.append(abs(leaking[at : at + len(text), :37] - alone[:, :37]).max())
         at += len(text)
     assert leaks[0] < 1e-5 and min(leaks[1:]) > 1e-2
-
-
-@pytest.mark.parametrize("kernel", [causal_attention, blockwise_attention])
-@pytest.mark.parametrize("window", [None, 1, 50, 200])
-@pytest.mark.parametrize("has_documents", [False, True])
-def test_blocks_are_the_whole(kernel, window, has_documents):
-    """Attention in blocks, of some keys only, against all scores at once."""
-    q, k, v = (
-        jax.random.normal(jax.random.key(i), (2, 256, heads, 8))
-        for i, heads in enumerate((4, 2, 2))
-    )
-    at = TokenPositions(jnp.arange(256))
-    if has_documents:
-        positions = jnp.array([[*range(100), *range(156)], range(256)])
-        at = TokenPositions(positions, jnp.array([[0] * 100 + [1] * 156, [0] * 256]))
-
-    def whole(q, k, v):
-        return xla_attention(q, k, v, at, at, window)
-
-    def blocks(q, k, v):
-        return kernel(q, k, v, at, at, window, None)
-
-    for found, expected in zip(outcome(blocks, q, k, v), outcome(whole, q, k, v), strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
-def outcome(attend, *qkv):
-    """The result, and the gradients of q, k and v of the sum of its squares."""
-    return attend(*qkv), *jax.grad(lambda qkv: (attend(*qkv) ** 2).sum())(qkv)
 
 
 @pytest.mark.parametrize(

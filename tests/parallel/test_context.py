@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxgpt.config import MeshShape, UsageError, load_config
-from jaxgpt.models.attention import TokenPositions, visible_keys, xla_attention
+from jaxgpt.kernels.attention import TokenPositions, xla_attention
 from jaxgpt.parallel import context, ring
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
@@ -49,7 +49,7 @@ def split(impl, n, q, k, v, at, window):
             return context.ulysses_attention(AXES, xla_attention, q, k, v, at, at, window, None)
         q, k, v, *at = (context.to_zigzag(x, AXES) for x in (q, k, v, *at))
         at = context.gather_positions(TokenPositions(*at), AXES)
-        out = ring.ring_attention(AXES, visible_keys, q, k, v, at, at, window, None)
+        out = ring.ring_attention(AXES, q, k, v, at, at, window, None)
         return context.from_zigzag(out, AXES)
 
     tokens = PartitionSpec(None, "context")

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, load_config
-from jaxgpt.models.attention import TokenPositions, xla_attention
+from jaxgpt.kernels.attention import TokenPositions, xla_attention
 from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.hlo import Operation, parse_hlo, read_operations
 from jaxgpt.perf.profile import Event, StepProfile, Tracing, describe, report, summary
@@ -98,7 +98,7 @@ def test_a_model_s_operations_are_found_in_its_source():
     sources = {}
     for op in operations.values():
         sources.setdefault(op.category, set()).add(op.source.partition(":")[0])
-    assert "models/attention.py" in sources["attention"]
+    assert "kernels/attention.py" in sources["attention"]
     assert "models/layers.py" not in sources["attention"]  # products with weights count as matmul
     assert any(source.startswith("models/") for source in sources["matmul"])
     assert "train/step.py" in sources["elementwise"]

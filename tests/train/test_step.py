@@ -11,7 +11,8 @@ from flax import nnx
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.data.batch import TokenRows, make_batch
-from jaxgpt.models.attention import KERNELS, AttentionSetting, xla_attention
+from jaxgpt.kernels.attention import xla_attention
+from jaxgpt.models.attention import KERNELS, AttentionSetting
 from jaxgpt.models.mlp import MLP, MLPS, gelu
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.optim import update as update_module

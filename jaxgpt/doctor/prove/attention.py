@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgpt.config import load_config
+from jaxgpt.kernels.attention import TokenPositions
 from jaxgpt.models.attention import (
     KERNELS,
     AttentionSetting,
-    TokenPositions,
     choose_attention,
     cuda_capability,
 )
