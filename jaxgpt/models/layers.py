@@ -5,6 +5,7 @@ matrix or an embedding, the number of input dims (`n_inputs`). `models.weights` 
 and `parallel.sharding` maps the logical axes to mesh axes.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ INIT_STD = 0.02  # GPT-2's value; row-parallel layers divide it by sqrt(2L)
 VOCAB_MULTIPLE = 128  # vocabularies are padded to a multiple of 128, so that they can be sharded
 
 # (x, W, number of dims to contract) -> x W
-Multiply = Callable[..., Any]
+Multiply = Callable[[jax.Array, Any, int], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -165,30 +166,21 @@ class Linear(nnx.Module):
         self.bias = nnx.data(bias if build.config.bias or use_bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.add_bias(
-            self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
-        )
+        y = self.multiply(x.astype(self.dtype), self.kernel.get_value(), self.n_inputs)
+        (y,) = self.add_bias((y,), split=False)
+        return y
 
-    def parts(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the slices of `self(x)` along the first output dim, as separate arrays.
+    def add_bias(self, ys: tuple[jax.Array, ...], split: bool) -> tuple[jax.Array, ...]:
+        """Add b to x W in float32, so that the bias's gradient is a float32 sum.
 
-        The slices do not have this dim. This requires a column-parallel layer.
-        """
-        operands = x.astype(self.dtype), self.kernel.get_value(), self.n_inputs
-        return self.add_bias(self.multiply(*operands, parts=True))
-
-    def add_bias(self, y: Any) -> Any:
-        """Return y + b in the compute dtype, or y if there is no bias.
-
-        If y is a tuple of slices along the first output dim, so is the result. The addition uses
-        float32, so that the bias's gradient is a float32 sum.
+        `ys` has the slices of x W along the first output dim if `split` is set, and otherwise only
+        x W. The results have the compute dtype. Without a bias, `ys` is returned unchanged.
         """
         if self.bias is None:
-            return y
+            return ys
         b = self.bias.get_value()
-        if isinstance(y, tuple):
-            return tuple((part + own).astype(self.dtype) for part, own in zip(y, b, strict=True))
-        return (y + b).astype(self.dtype)
+        biases = b if split else (b,)
+        return tuple((y + own).astype(self.dtype) for y, own in zip(ys, biases, strict=True))
 
 
 class LayerKind(NamedTuple):
@@ -271,12 +263,14 @@ class SelfAttention(nnx.Module):
         key-value heads, each query head gets a copy of its key-value head, so that G = H.
         """
         if self.qkv is not None:
-            q_BTHK, k_BTHK, v_BTHK = self.qkv.parts(x_BTD)
-            return q_BTHK, k_BTHK, v_BTHK
-        kernels = self.q.kernel.get_value(), self.kv.kernel.get_value()
-        x_BTD = x_BTD.astype(self.q.dtype)
-        q, kv = self.parallel.column_parallel_matmuls(x_BTD, kernels, 1, parts=(False, True))
-        q_BTHK, (k_BTGK, v_BTGK) = self.q.add_bias(q), self.kv.add_bias(kv)
+            layers, splits = (self.qkv,), (True,)
+        else:
+            layers, splits = (self.q, self.kv), (False, True)
+        x_BTD = x_BTD.astype(layers[0].dtype)
+        kernels = [layer.kernel.get_value() for layer in layers]
+        products = self.parallel.column_parallel_matmuls(x_BTD, kernels, 1, splits)
+        parts = map(Linear.add_bias, layers, products, splits)
+        q_BTHK, k_BTGK, v_BTGK = itertools.chain.from_iterable(parts)
         H, G = q_BTHK.shape[2], k_BTGK.shape[2]
         if H < self.n_head and G == self.n_kv_head:
             # `tensor` does not divide G: each device computes all key-value heads and selects the

@@ -41,7 +41,7 @@ class ParallelContext:
         """Apply `all_gather_param` to a `ShardedParam`, or return an array unchanged."""
         return all_gather_param(param) if isinstance(param, ShardedParam) else param
 
-    def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int, parts: bool = False) -> Any:
+    def column_parallel_matmul(self, x: jax.Array, kernel: Any, n: int) -> jax.Array:
         """Return this device's part of x W, in x's dtype.
 
         With sequence parallelism, x (B, T, ...) is first all-gathered over T.
@@ -49,34 +49,36 @@ class ParallelContext:
         Args:
             kernel: this device's part of W, as an array or a `ShardedParam`.
             n: number of dims to contract: the last n dims of x and the first n dims of W.
-            parts: whether to return a tuple of the slices along the first output dim, as
-                `matmul_parts` does.
         """
-        (y,) = self.column_parallel_matmuls(x, (kernel,), n, (parts,))
+        ((y,),) = self.column_parallel_matmuls(x, (kernel,), n, (False,))
         return y
 
     def column_parallel_matmuls(
-        self, x: jax.Array, kernels: Sequence[Any], n: int, parts: Sequence[bool]
-    ) -> tuple[Any, ...]:
-        """Return `column_parallel_matmul(x, kernel, n, parts)` for each kernel.
+        self, x: jax.Array, kernels: Sequence[Any], n: int, splits: Sequence[bool]
+    ) -> tuple[tuple[jax.Array, ...], ...]:
+        """Return the result of `column_parallel_matmul` for each kernel, as a tuple of arrays.
 
         x, and in the backward pass its gradient, is communicated only once.
+
+        Args:
+            splits: whether to split each product along its first output dim, as `matmul_parts`
+                does. The tuple of a product that is not split has one array.
         """
 
-        def product(x: jax.Array, kernel: Any, in_parts: bool) -> Any:
+        def product(x: jax.Array, kernel: Any, split: bool) -> tuple[jax.Array, ...]:
             w = self.param(kernel).astype(x.dtype)
-            if in_parts and self.matmul is matmul:
+            if split and self.matmul is matmul:
                 return matmul_parts(x, w, n)
             y = self.matmul(x, w, n)
-            if not in_parts:
-                return y
+            if not split:
+                return (y,)
             # Split instead of indexing, because the gradient of indexing sums zero-padded arrays.
             axis = x.ndim - n
             return tuple(part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis))
 
-        def multiply(x: jax.Array, kernels: tuple[Any, ...]) -> tuple[Any, ...]:
+        def multiply(x: jax.Array, kernels: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], ...]:
             x = self.copy_to_tensor_region(x)
-            return tuple(product(x, *one) for one in zip(kernels, parts, strict=True))
+            return tuple(product(x, *one) for one in zip(kernels, splits, strict=True))
 
         multiply = jax.checkpoint(multiply) if self.regather_in_backward else multiply
         return multiply(x, tuple(kernels))

@@ -100,16 +100,16 @@ class ConstraintContext(ParallelContext):
         array = stored.array if stored.array.ndim == 1 else stored.array.astype(self.dtype)
         return self.constrain(array, *stored.spec)
 
-    def column_parallel_matmuls(self, x, kernels, n, parts):
+    def column_parallel_matmuls(self, x, kernels, n, splits):
         x = self.copy_to_tensor_region(x)
 
-        def product(kernel, in_parts):
+        def product(kernel, split):
             y = self.constrain(
                 jnp.tensordot(x, self.param(kernel), n), self.batch, None, *kernel.spec[n:]
             )
-            return tuple(jnp.unstack(y, axis=x.ndim - n)) if in_parts else y
+            return tuple(jnp.unstack(y, axis=x.ndim - n)) if split else (y,)
 
-        return tuple(map(product, kernels, parts))
+        return tuple(map(product, kernels, splits))
 
     def row_parallel_matmul(self, x, kernel, n):
         return self.reduce_from_tensor_region(jnp.tensordot(x, self.param(kernel), n))
