@@ -79,7 +79,7 @@ def parse_args(
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
             `--config`. Without `--config`, the settings come from the first available source: a
-            readable config.yaml in `--out`, `saved_settings`, or, if there is no config.yaml, a
+            undamaged config.yaml in `--out`, `saved_settings`, or, if there is no config.yaml, a
             preset (`tiny`, or another program's preset if `argv` has that program's flags). The
             file's `out` is ignored. If `argv` sets a data source, the file's data sources are
             ignored. If `argv` sets `train.batch_size`, the file's `train.batch_size_per_device` is
@@ -92,7 +92,8 @@ def parse_args(
             However, a preset in `--config` can reduce model.block_size. Called only if
             train.init_from is set.
         saved_settings: Returns the settings in the newest checkpoint of a run directory, or None.
-            Called if `--config` is not given and the folder in `--out` has no readable config.yaml.
+            Called if `--config` is not given and the folder in `--out` has no undamaged
+            config.yaml.
         choices: The values that higher layers allow for keys such as `optimizer.name`, and the keys
             that each value uses; see `validate.Choices`. If None, these keys are not checked.
         note: Called with each remark, such as a note about another program's flags or the computed
@@ -377,10 +378,18 @@ def config_from_file(path: Path) -> Config:
     """Return the configuration from a run's config.yaml.
 
     Missing keys get their default values. Does not check whether settings contradict each other.
-    Raises `UsageError` if the file is missing or unreadable, a key is unknown, or a value is
-    malformed.
+    Raises `UsageError` if the file is missing, unreadable or cut short, a key is unknown, or a
+    value is malformed.
     """
-    return config_from_dict(_read_yaml(path), str(path))
+    values = _read_yaml(path)
+    if _is_cut_short(values):
+        raise UsageError(f"{path}: its last sections are missing; restore the file")
+    return config_from_dict(values, str(path))
+
+
+def _is_cut_short(values: Mapping[str, Any]) -> bool:
+    """Return whether the content of a run's config.yaml lacks the last section."""
+    return [*sections()][-1] not in values
 
 
 def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[str, Any]]:
@@ -392,6 +401,8 @@ def _base(given: Words, saved: SettingsOf, default: str) -> tuple[Path, Mapping[
         kept = Path(expand_user(given["out"][0], "out=")) / "config.yaml"
         try:
             content = _read_yaml(kept) if kept.is_file() else saved(kept.parent)
+            if content is not None and _is_cut_short(content):  # damaged, or written by the user
+                content = saved(kept.parent) or content
         except UsageError:
             if (content := saved(kept.parent)) is None:
                 raise

@@ -18,7 +18,8 @@ COMPANIONS = (
 )  # fmt: skip
 # activation_function -> model.mlp
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+TRAINED_CONTEXT = "original_max_position_embeddings"
+LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", TRAINED_CONTEXT)
 ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": LLAMA3_ROPE}  # type -> its parameters
 LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
 WITH_PATTERNS = ("qwen2", "qwen3", "gemma3_text")  # families that can mix layer types
@@ -49,8 +50,10 @@ def read_model(folder: Path, block_size: int | None = None) -> ModelConfig:
         raise UsageError(
             f"{path}: model_type {family}{moe} is not supported, only {', '.join(FAMILIES)}"
         )
+    keys = _Keys(path, config)
+    keys.only("is_causal", True)
     try:
-        options = FAMILIES[family](_Keys(path, config))
+        options = FAMILIES[family](keys)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{path}: is not a valid model configuration ({error})") from None
     changed = {} if block_size is None else {"block_size": block_size}
@@ -224,7 +227,13 @@ def _rope(
     `_rope_parameters` returns `new` and `old`.
     """
     scaling = new or old
-    theta = new.get("rope_theta", keys.get("rope_theta", default))
+    trained = keys.get(TRAINED_CONTEXT)
+    if trained is not None and scaling.get(TRAINED_CONTEXT, trained) != trained:
+        raise UsageError(
+            f"{keys.path}: {TRAINED_CONTEXT}={trained} differs from the one in "
+            f"{'rope_parameters' if new else 'rope_scaling'}; remove the wrong one"
+        )
+    theta = scaling.get("rope_theta", keys.get("rope_theta", default))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_TYPES:
         words = ", ".join(ROPE_TYPES)
@@ -232,11 +241,11 @@ def _rope(
     share = scaling.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise UsageError(f"{keys.path}: partial_rotary_factor={share} is not supported, only 1")
-    numbers = _Keys(keys.path, scaling)
+    numbers = {TRAINED_CONTEXT: trained, **scaling}
     missing = [name for name in ROPE_TYPES[kind] if numbers.get(name) is None]
     if missing:
         raise UsageError(f"{keys.path}: rope type {kind} has no {', '.join(missing)}")
-    found = tuple(scaling[name] for name in ROPE_TYPES[kind])
+    found = tuple(numbers[name] for name in ROPE_TYPES[kind])
     return {"rope_theta": theta} | ({"rope_scaling": found} if found else {})
 
 
@@ -248,23 +257,26 @@ def _mistral(keys: _Keys) -> dict[str, Any]:
     return _llama(keys, layer_types=["sliding_attention"] * keys.n_layers("num_hidden_layers"))
 
 
-def _qwen_layers(keys: _Keys) -> list[str]:
-    """Return the type of each layer.
+def _qwen(keys: _Keys, head_dim: int | None = None) -> dict[str, Any]:
+    """Return the options of Qwen2 and Qwen3.
 
-    If use_sliding_window is true, only the first max_window_layers layers have full attention.
+    If use_sliding_window is true and sliding_window is not null, only the first max_window_layers
+    layers have full attention.
     """
+    keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
     n_layer = n_full = keys.n_layers("num_hidden_layers")
-    if keys.only("use_sliding_window", False, True):
+    if keys.only("use_sliding_window", False, True) and keys.get("sliding_window") is not None:
         n_full = keys.get("max_window_layers", 28)
-    return ["full_attention" if i < n_full else "sliding_attention" for i in range(n_layer)]
+    types = ["full_attention" if i < n_full else "sliding_attention" for i in range(n_layer)]
+    return _llama(keys, head_dim, types)
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys, layer_types=_qwen_layers(keys)) | {"qkv_bias": True}
+    return _qwen(keys) | {"qkv_bias": True}
 
 
 def _qwen3(keys: _Keys) -> dict[str, Any]:
-    return _llama(keys, head_dim=128, layer_types=_qwen_layers(keys)) | {"qk_norm": True}
+    return _qwen(keys, head_dim=128) | {"qk_norm": True}
 
 
 def _gemma3(keys: _Keys) -> dict[str, Any]:
@@ -277,14 +289,24 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     keys = _Keys(keys.path, {"sliding_window": 4096, **keys.config})
     new = keys.get("rope_parameters", {})
     if any(isinstance(v, dict) for v in new.values()):  # transformers 5
-        full, local = new.get("full_attention", {}), new.get("sliding_attention", {})
-        rope = _rope(keys, full, {}, 1e6)
-        if local.get("rope_type", "default") != "default":
+        full, local = new.get("full_attention") or {}, new.get("sliding_attention") or {}
+        if not keys.get("rope_scaling", {}).items() <= full.items():
             raise UsageError(
-                f"{keys.path}: rope type {local['rope_type']} of sliding_attention is not "
-                "supported, only default"
+                f"{keys.path}: rope_scaling differs from full_attention in rope_parameters; remove "
+                "the wrong one"
             )
-        local_theta = local.get("rope_theta", 10000.0)
+        rope = _rope(keys, full, {}, 1e6)
+        kind = local.get("rope_type", local.get("type", "default"))
+        if kind != "default":
+            raise UsageError(
+                f"{keys.path}: rope type {kind} of sliding_attention is not supported, only default"
+            )
+        local_theta = local.get("rope_theta", keys.get("rope_local_base_freq", 10000.0))
+    elif new:
+        raise UsageError(
+            f"{keys.path}: rope_parameters is {new}; it must have the objects full_attention and "
+            "sliding_attention"
+        )
     else:
         rope = _rope(keys, *_rope_parameters(keys), 1e6)
         local_theta = keys.get("rope_local_base_freq", 10000.0)
@@ -359,11 +381,11 @@ def write_config(model: ModelConfig, dtype: str, end_of_text: int | None) -> dic
     if family == "gemma3_text" and has_local and model.rope_scaling:
         if model.local_rope_theta is None:
             wrong.append("model.rope_scaling in local layers (model.local_rope_theta=None)")
+    own = [key for key in ("qk_norm", "qkv_bias") if getattr(model, key)]
+    is_plain_llama = family == "llama" and not own and not has_local
+    if (is_plain_llama or family == "gemma3_text") and model.n_embd % model.n_head:
+        wrong.append(f"model.n_embd={model.n_embd} (not a multiple of n_head={model.n_head})")
     if family == "llama":
-        own = [key for key in ("qk_norm", "qkv_bias") if getattr(model, key)]
-        is_plain = not own and not has_local
-        if is_plain and model.n_embd % model.n_head:
-            wrong.append(f"model.n_embd={model.n_embd} (not a multiple of n_head={model.n_head})")
         if len(own) > 1:
             wrong += [f"model.{key}={getattr(model, key)}" for key in own]
         if not own and len(set(types)) > 1:

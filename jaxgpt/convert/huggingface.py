@@ -16,7 +16,7 @@ from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
 from jaxgpt.convert.safetensors import SHARD_BYTES, open_folder, read_json, write_folder
-from jaxgpt.convert.tensors import Tensor, new_folder
+from jaxgpt.convert.tensors import Tensor, check_tied, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
 
@@ -44,15 +44,14 @@ def from_hf(
     """
     found, model = open_folder(path), read_model(path, block_size)
     found = {name.removeprefix(GPT2_PREFIX): tensor for name, tensor in found.items()}
-    tied = {"lm_head.weight"} if model.tie_embeddings else set()
-    found = {
-        name: tensor
-        for name, tensor in found.items()
-        if not (name.endswith(BUFFERS) or name in tied)
-    }
+    found = {name: tensor for name, tensor in found.items() if not name.endswith(BUFFERS)}
+    head = found.pop("lm_head.weight", None) if model.tie_embeddings else None
     if block_size and "wpe.weight" in found:
         raise UsageError("--block-size: needs rotary positions; set model.block_size when training")
     wanted = match_tensors(found, table_of(model), model, str(path))
+    embedding = found["wte.weight" if "wte.weight" in found else "model.embed_tokens.weight"]
+    remedy = f"set tie_word_embeddings to false in {CONFIG}, or remove the tensor"
+    check_tied(head, embedding, str(path), remedy)
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
     own = path if has_tokenizer else None
     made = read_tokenizer(tokenizer or own, model.vocab_size)

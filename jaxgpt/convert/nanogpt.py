@@ -13,7 +13,7 @@ from jaxgpt.convert.huggingface import read_tokenizer, write_weights
 from jaxgpt.convert.layout import export_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.convert.safetensors import SHARD_BYTES, write_folder
-from jaxgpt.convert.tensors import new_folder
+from jaxgpt.convert.tensors import check_tied, new_folder
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 COMPILED_PREFIX = "_orig_mod."  # added to tensor names by torch.compile
@@ -38,9 +38,12 @@ def from_nanogpt(path: Path, out: Path, tokenizer: Path | None = None) -> list[s
     found = {
         name: tensor
         for name, tensor in found.items()
-        if name != HEAD and not name.endswith(".attn.bias")  # the causal mask
+        if not name.endswith(".attn.bias")  # the causal mask
     }
+    head = found.pop(HEAD, None)
     wanted = match_tensors(found, NANOGPT, model, str(path))
+    remedy = "jaxgpt needs one matrix for both, as in nanoGPT"
+    check_tied(head, found["transformer.wte.weight"], str(path), remedy)
     made = read_tokenizer(tokenizer, model.vocab_size)
     return write_weights(path, out, found, wanted, model, made)
 

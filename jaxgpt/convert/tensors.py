@@ -16,6 +16,7 @@ from jaxgpt.convert import OTHER_FOLDER
 from jaxgpt.tracking.jsonl import NO_ROOM
 
 FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+ROWS = 4096  # number of rows of a matrix to read at a time
 
 
 class Tensor(Protocol):
@@ -31,6 +32,25 @@ class Tensor(Protocol):
         rows. The range must not be empty. Without arguments, return the whole tensor, even if it is
         a scalar.
         """
+
+
+def check_tied(head: Tensor | None, embedding: Tensor, where: str, remedy: str) -> None:
+    """Raise `UsageError` if the output layer of a model with tied embeddings is a different matrix.
+
+    `head` is the file's tensor for the output layer, or None if there is none. `embedding` has the
+    shape (V, D). The message begins with `where` and ends with `remedy`. Also raises whatever
+    `Tensor.read` raises.
+    """
+    if head is None:
+        return
+    n_rows = embedding.shape[0]
+    parts = [(first, min(first + ROWS, n_rows)) for first in range(0, n_rows, ROWS)]
+    if head.shape != embedding.shape or not all(
+        np.array_equal(head.read(*part), embedding.read(*part)) for part in parts
+    ):
+        raise UsageError(
+            f"{where}: lm_head.weight is not the token embedding, but the model ties them; {remedy}"
+        )
 
 
 @contextlib.contextmanager

@@ -82,8 +82,8 @@ def flatten(fields: Row, prefix: str = "") -> Row:
 def read_table(path: Path) -> tuple[list[str], list[Row]]:
     """Return the columns and rows of a CSV file, without damaged rows.
 
-    If the file does not exist, both lists are empty. This sets `csv.field_size_limit`. Raises
-    `OSError` if the file cannot be read, and `KeyError` if it has rows but no column `step`.
+    If the file does not exist or has no column `step`, both lists are empty. This sets
+    `csv.field_size_limit`. Raises `OSError` if the file cannot be read.
     """
     if not path.exists():
         return [], []
@@ -95,8 +95,10 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
     if text.count('"') % 2:
         found = found[:-1]  # the last row ends inside a quoted field
     whole = (row for row in found if None not in {*row} and None not in row.values())
-    rows = [row for row in whole if row["step"].isdecimal()]
-    return list(reader.fieldnames or ()), rows
+    columns = list(reader.fieldnames or ())
+    if "step" not in columns:
+        return [], []
+    return columns, [row for row in whole if row["step"].isdecimal()]
 
 
 def write_table(path: Path, columns: list[str], rows: list[Row]) -> None:

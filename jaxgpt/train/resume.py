@@ -28,10 +28,11 @@ EVAL_RECORDS = ("eval", "sample")  # kinds of records logged every train.eval_in
 # `data` keys that change what a step computes.
 _MASK_KEYS = {"document_mask", "end_of_text"}
 # Keys whose changes are not reported. The mesh and the batch size have their own log lines, a
-# resumed run no longer uses its initial weights, and the other keys change only the log.
+# resumed run no longer uses its initial weights, checkpoint.resume concerns one start, and the
+# other keys change only the log.
 _NOT_REPORTED = (
     "parallel.mesh", "train.batch_size", "train.init_from", "train.log_columns",
-    "train.log_all_ranks", "train.verbose",
+    "train.log_all_ranks", "train.verbose", "checkpoint.resume",
 )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def check_resume(
     saved, notes, changed = meta["config"], [], []
     # A run that predates a key behaves as if the key had its default value.
     defaults = Config().to_dict()
-    for section in ("model", "train", "optimizer", "data", "parallel", "spike"):
+    for section in ("model", "train", "optimizer", "data", "parallel", "checkpoint", "spike"):
         for key, value in config.to_dict()[section].items():
             name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
             if then == value or name in _NOT_REPORTED:

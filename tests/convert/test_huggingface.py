@@ -32,6 +32,7 @@ GEMMA3 = LLAMA | {
     "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "sliding_window_pattern": 2,
 }  # fmt: skip
+NESTED = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": None}  # transformers 5
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": L,
@@ -232,8 +233,17 @@ def refused(arguments, capsys):
         ({"num_hidden_layers": None}, "num_hidden_layers is None; it must be a whole number above"),
         ({"num_attention_heads": "six"}, "num_attention_heads is six"),
         ({"num_key_value_heads": 4}, "model.n_kv_head=4: must divide model.n_head=6"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
-            "sliding_window is None; it must be a whole number"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 0,
+            "max_window_layers": 1}, "sliding_window is 0; it must be a whole number"),
+        ({"is_causal": False}, "is_causal=False is not supported, only True"),
+        ({"original_max_position_embeddings": 5},
+            "original_max_position_embeddings=5 differs from the one in rope_scaling; remove the"),
+        (GEMMA3 | {"rope_parameters": NESTED}, "rope_scaling differs from full_attention in rope_"),
+        (GEMMA3 | {"rope_scaling": None, "rope_parameters": {"rope_theta": 77.0}},
+            "it must have the objects full_attention and sliding_attention"),
+        (GEMMA3 | {"rope_scaling": None,
+            "rope_parameters": NESTED | {"sliding_attention": {"type": "linear", "factor": 4.0}}},
+            "rope type linear of sliding_attention is not supported, only default"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention"]},
             "layer_types has 1 entries for num_hidden_layers=2; give one for each layer"),
         ({"model_type": "gpt2"}, "n_layer is None"),
@@ -255,6 +265,41 @@ def test_what_is_not_supported_is_named(changes, words, tmp_path, capsys):
     line = refused(["from-hf", tmp_path / "a", "--out", tmp_path / "ours"], capsys)
     assert words in line
     assert not (tmp_path / "ours").exists()
+
+
+TRAINED = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "options"),
+    [
+        # As transformers 5.24 reads them.
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 50.0}},
+            {"rope_theta": 50.0, "rope_scaling": (2.0,)}),
+        (LLAMA, {"rope_scaling": {k: v for k, v in LLAMA["rope_scaling"].items() if k != TRAINED},
+            TRAINED: 8}, {"rope_scaling": (8.0, 1.0, 4.0, 8.0)}),
+        (LLAMA | {"model_type": "qwen2"},
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": None},
+            {"sliding_window": None, "layers": ()}),
+        (LLAMA | {"model_type": "qwen2"}, {"use_sliding_window": True, "max_window_layers": 1},
+            {"sliding_window": 4096, "layers": ("global", "local")}),
+        (GEMMA3, {"rope_scaling": None, "rope_parameters": NESTED, "rope_local_base_freq": 50.0},
+            {"rope_theta": 5e5, "rope_scaling": (), "local_rope_theta": 50.0}),
+    ],
+)  # fmt: skip
+def test_a_setting_in_an_unusual_place_counts(config, changes, options, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    model = families.read_model(tmp_path)
+    assert {key: getattr(model, key) for key in options} == options
+
+
+@pytest.mark.parametrize("family", ["llama of equal heads", "gpt2"])
+def test_an_output_layer_that_is_not_the_embedding_is_refused(family, tmp_path, capsys):
+    given = random_tensors(FAMILIES[family])
+    write(tmp_path / "a", FAMILIES[family], given | {"lm_head.weight": np.ones((V, D), np.float32)})
+    line = refused(["from-hf", tmp_path / "a", "--out", tmp_path / "ours"], capsys)
+    assert "lm_head.weight is not the token embedding" in line
+    assert line.endswith("set tie_word_embeddings to false in config.json, or remove the tensor")
 
 
 def test_a_tensor_cut_off_while_it_is_read_leaves_nothing(tmp_path, capsys, monkeypatch):
@@ -372,8 +417,9 @@ def test_a_model_of_more_layers_than_can_be_unrolled_is_read(tmp_path):
     assert families.read_model(tmp_path).n_layer == 600
 
 
-def test_a_llama_whose_width_its_heads_do_not_divide_is_refused(tmp_path, capsys):
-    config = LLAMA | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 4}
+@pytest.mark.parametrize("base", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
+def test_a_model_whose_width_its_heads_do_not_divide_is_refused(base, tmp_path, capsys):
+    config = base | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 4}
     write(tmp_path / "a", config)
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
     capsys.readouterr()

@@ -69,6 +69,12 @@ def test_weights_come_back_as_they_went(prefix, bias, tmp_path):
     assert arguments == ARGUMENTS | {"bias": bias, "dropout": 0.0}
 
 
+def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path):
+    save(tmp_path / "ckpt.pt", random_state() | {"lm_head.weight": np.ones((V, D), np.float32)})
+    with pytest.raises(UsageError, match=r"lm_head.weight is not the token embedding, but .*one"):
+        from_nanogpt(tmp_path / "ckpt.pt", tmp_path / "ours")
+
+
 def test_a_model_with_written_out_defaults_goes_back(tmp_path, monkeypatch):
     save(tmp_path / "ckpt.pt", random_state())
     checked = nanogpt.checked_model

@@ -526,6 +526,11 @@ def test_a_row_with_too_many_values_is_dropped_from_a_csv_file(tmp_path):
     assert columns == ["step", "loss"] and [row["step"] for row in rows] == ["1", "3"]
 
 
+def test_a_csv_file_with_a_damaged_header_is_started_again(tmp_path):
+    (tmp_path / "eval.csv").write_text("stdp,loss\n1,2.5\n")
+    assert read_table(tmp_path / "eval.csv") == ([], [])
+
+
 def test_a_text_that_is_cut_off_is_dropped_from_a_csv_file(tmp_path):
     (tmp_path / "sample.csv").write_bytes(b'step,text\r\n5,whole\r\n6,"alpha, beta\ngam')
     assert read_table(tmp_path / "sample.csv")[1] == [{"step": "5", "text": "whole"}]

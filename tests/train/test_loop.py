@@ -373,13 +373,14 @@ def test_a_run_among_the_checkpoints_of_another_is_refused(forty):
     assert not (forty / "checkpoints" / "new").exists()
 
 
-@pytest.mark.parametrize("spoilt", [None, "model: {n_layer: ["])
+@pytest.mark.parametrize("spoilt", [None, "model: {n_layer: [", "cut short"])
 def test_a_lost_configuration_is_that_of_the_newest_checkpoint(spoilt, forty, tmp_path):
     out = restarted_after_twenty(forty, tmp_path / "again")
     before = (out / "config.yaml").read_text()
     (out / "config.yaml").unlink()
     if spoilt:
-        (out / "config.yaml").write_text(spoilt)
+        text = before.partition("optimizer:")[0] if spoilt == "cut short" else spoilt
+        (out / "config.yaml").write_text(text)
     assert train_here("--out", out, "train.max_iters=21") == exits.DONE
     assert "config.yaml is missing or damaged, and will be" in (out / "train.log").read_text()
     found, before = yaml.safe_load((out / "config.yaml").read_text()), yaml.safe_load(before)
