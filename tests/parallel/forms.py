@@ -238,15 +238,15 @@ def compare(name, arguments, on_h100):
     sizes = mesh_shape(config)
     mesh = Mesh(
         np.array(devices).reshape(tuple(sizes.values())),
-        ("data", "fsdp", "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
     )
     options = {"xla_gpu_autotune_level": 0} if on_h100 else None
     steps = make_steps(config, mesh, slices=1)
     written = steps.lower_train_step().compile(options)
     constraint = transformer.with_layout_constraint
     transformer.with_layout_constraint = lambda x, _: x  # which the partitioner would gather for
-    batch = training_batch(config, sharding.batch_sharding(mesh))
+    batch = training_batch(config, sharding.batch_sharding(mesh), has_masks=False)
     state = tuple(steps.state_shapes[:2])
     plain_options = options or step_options(config, "cpu", mesh.size)
     plain_step = make_plain_step(config, mesh, plain_options)
