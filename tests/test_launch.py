@@ -173,6 +173,8 @@ def test_an_allocation_of_slurms_is_launched_with_srun(job, environ, options, li
         (None, None, "", {"CUDA_VISIBLE_DEVICES": ""}, 8, ["rank 0, on CPUs"]),
         (None, None, "", {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "2,3"}, 8,
          ["rank 0 on device 2, rank 1 on device 3"]),
+        (None, None, "", {"CUDA_VISIBLE_DEVICES": "-1", "ROCR_VISIBLE_DEVICES": "2,3"}, 8,
+         ["rank 0 on device 2, rank 1 on device 3"]),
         # Hosts of Polaris have four GPUs. The host that starts the job may have none.
         (None, 2, POLARIS, {}, 0, ["rank 0 on device 0+1, rank 1 on device 2+3",
                                    "rank 2 on device 0+1, rank 3 on device 2+3"]),

@@ -20,7 +20,7 @@ CHECKSUM_KEY = "sha256"  # hash of all other keys and values
 # Errors caused by the file itself, not by the disk or the network.
 ERRORS_OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WEIGHTS_ONLY = "weights_only"  # marks checkpoints without optimizer state
-SECTIONS = ("model", "train", "optimizer", "data", "parallel", "spike")
+SECTIONS = ("model", "train", "optimizer", "data", "parallel", "checkpoint", "spike")
 SHAPE = {
     "step": int, "config": dict.fromkeys(SECTIONS, dict), "checksums": {str: int},
     "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,

@@ -46,15 +46,15 @@ def accelerator_expected() -> bool:
 def visible_devices(environ: Mapping[str, str]) -> tuple[str, list[str]] | None:
     """Return the variable that restricts the visible devices, and the names of these devices.
 
-    This is the first of `VISIBLE_VARIABLES` with a value or, if all values are empty, the first one
-    that is set. There are no names if its value hides all devices. Returns None if no variable is
-    set.
+    This is the first of `VISIBLE_VARIABLES` that names a device or, if there is none, the first one
+    that is set, without names, because it hides all devices. Returns None if no variable is set.
     """
-    given = [name for name in VISIBLE_VARIABLES if name in environ]
-    if not given:
-        return None
-    variable = next(filter(environ.get, given), given[0])
-    return variable, [name for name in environ[variable].split(",") if name not in ("", "-1")]
+    given = {
+        variable: [name for name in environ[variable].split(",") if name not in ("", "-1")]
+        for variable in VISIBLE_VARIABLES
+        if variable in environ
+    }
+    return max(given.items(), key=lambda item: bool(item[1]), default=None)
 
 
 def count_accelerators(only_usable: bool = False) -> int:

@@ -310,9 +310,10 @@ def _connect_over_mpi(
 
 
 def listen(address: str) -> socket.socket:
-    """Return a listening socket for process 0 on the port of `address` (0 for any free port).
+    """Return a listening socket on the port of `address` (0 for any free port).
 
-    It listens on all network interfaces. Raises `PeerLost` if the port cannot be used.
+    It listens on all network interfaces. Process 0 and the supervisor use it. Raises `PeerLost` if
+    the port cannot be used.
     """
     v6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if v6 else socket.AF_INET

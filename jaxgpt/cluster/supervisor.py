@@ -85,7 +85,8 @@ class Supervisor:
 
         Call this in the main thread. Any of `stop_signals` is forwarded to the launcher as SIGUSR1,
         but Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the
-        launcher cannot be started. Also raises whatever `launcher` raises.
+        launcher cannot be started, and `PeerLost` if no port is free. Also raises whatever
+        `launcher` raises.
         """
         return asyncio.run(self._run())
 
@@ -158,7 +159,7 @@ class Supervisor:
         while not (await asyncio.wait([ended], timeout=1))[0]:
             is_over = attempt.deadline is not None and time.monotonic() > attempt.deadline
             if is_over and self._ends_with_training:  # a script may go on
-                _say("process 0 has exited, but its launcher has not; killing the launcher")
+                _say("process 0 is gone, but its launcher has not exited; killing the launcher")
                 os.killpg(self._process.pid, signal.SIGTERM)  # lets srun end its step
                 if not (await asyncio.wait([ended], timeout=COMMAND))[0]:
                     os.killpg(self._process.pid, signal.SIGKILL)

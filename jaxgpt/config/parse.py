@@ -78,13 +78,13 @@ def parse_args(
 
     Args:
         argv: The command-line arguments. They override the settings of the preset or file in
-            `--config`. Without `--config`, the settings come from the first available source: a
-            undamaged config.yaml in `--out`, `saved_settings`, or, if there is no config.yaml, a
-            preset (`tiny`, or another program's preset if `argv` has that program's flags). The
-            file's `out` is ignored. If `argv` sets a data source, the file's data sources are
-            ignored. If `argv` sets `train.batch_size`, the file's `train.batch_size_per_device` is
-            ignored. If the settings come from `--out`, `data.accept_changes` and
-            `checkpoint.resume` are also ignored.
+            `--config`. Without `--config`, the settings come from the first available source:
+            config.yaml in `--out` if it is not damaged, `saved_settings`, or, if there is no
+            config.yaml, a preset (`tiny`, or another program's preset if `argv` has that program's
+            flags). The file's `out` is ignored. If `argv` sets a data source, the file's data
+            sources are ignored. If `argv` sets `train.batch_size`, the file's
+            `train.batch_size_per_device` is ignored. If the settings come from `--out`,
+            `data.accept_changes` and `checkpoint.resume` are also ignored.
         prog: Name of the command, for `--help` and for corrected commands.
         initial_model: Takes `train.init_from` and `out`, and returns the model options of the
             initial weights, by name, including `block_size`. These options override the defaults

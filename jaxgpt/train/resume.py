@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, valid_checkpoints
+from jaxgpt.checkpoint.metadata import SECTIONS, WEIGHTS_ONLY, valid_checkpoints
 from jaxgpt.config import (
     Config,
     UsageError,
@@ -77,7 +77,7 @@ def check_resume(
     saved, notes, changed = meta["config"], [], []
     # A run that predates a key behaves as if the key had its default value.
     defaults = Config().to_dict()
-    for section in ("model", "train", "optimizer", "data", "parallel", "checkpoint", "spike"):
+    for section in SECTIONS:
         for key, value in config.to_dict()[section].items():
             name, then = f"{section}.{key}", saved[section].get(key, defaults[section][key])
             if then == value or name in _NOT_REPORTED:

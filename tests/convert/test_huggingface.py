@@ -293,13 +293,19 @@ def test_a_setting_in_an_unusual_place_counts(config, changes, options, tmp_path
     assert {key: getattr(model, key) for key in options} == options
 
 
-@pytest.mark.parametrize("family", ["llama of equal heads", "gpt2"])
-def test_an_output_layer_that_is_not_the_embedding_is_refused(family, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("family", "remedy"),
+    [
+        ("llama of equal heads", "set tie_word_embeddings to false in config.json"),
+        ("gpt2", "jaxgpt needs one matrix for both, as in GPT-2"),
+    ],
+)
+def test_an_output_layer_that_is_not_the_embedding_is_refused(family, remedy, tmp_path, capsys):
     given = random_tensors(FAMILIES[family])
     write(tmp_path / "a", FAMILIES[family], given | {"lm_head.weight": np.ones((V, D), np.float32)})
     line = refused(["from-hf", tmp_path / "a", "--out", tmp_path / "ours"], capsys)
     assert "lm_head.weight is not the token embedding" in line
-    assert line.endswith("set tie_word_embeddings to false in config.json, or remove the tensor")
+    assert line.endswith(f"but the model ties them; {remedy}")
 
 
 def test_a_tensor_cut_off_while_it_is_read_leaves_nothing(tmp_path, capsys, monkeypatch):

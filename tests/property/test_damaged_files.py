@@ -61,7 +61,7 @@ ROWS = [{"row": 3, "loss": 7.5, "corpus": "web", "source": "/data/web", "offset"
 NUMBERS = {"loss": 7.25, "grad_norm": 4.5, "median": 3.0, "limit": 3.5, "rows": ROWS}
 REWINDS = [
     {"cause": "loss", **NUMBERS, "spike": 9, "to": 0, "skip": [8, 11], "dropped": [1, 10],
-     "done": True},
+     "done": True, "sequences": [14, 21]},
     {"cause": "loss", **NUMBERS, "spike": 18, "to": 10, "skip": [16, 19], "dropped": [11, 20],
      "done": False, "sequences": [30, 37]},
 ]  # fmt: skip
