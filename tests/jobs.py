@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxgpt.checkpoint.metadata import SECTIONS
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config, mesh_shape, parse_args
 from jaxgpt.data.dataset import open_dataset
@@ -32,7 +33,7 @@ FIGHT = "full rematerialization"  # in XLA's warning, which begins with "[SPMD] 
 # The JSON of a checkpoint, the least that is one.
 META = {
     "step": 2, "batch_sizes": [(1, 16)], "data_fingerprint": [], "tokenizer": None, "jax": "",
-    "config": dict.fromkeys(("model", "train", "optimizer", "data", "parallel", "spike"), {}),
+    "config": dict.fromkeys(SECTIONS, {}),
     "mesh": "", "processes": 1,
 }  # fmt: skip
 # A model that compiles fast, on the data set that needs no download.
