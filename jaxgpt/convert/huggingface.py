@@ -49,11 +49,10 @@ def from_hf(
     if block_size and "wpe.weight" in found:
         raise UsageError("--block-size: needs rotary positions; set model.block_size when training")
     wanted = match_tensors(found, table_of(model), model, str(path))
-    embedding = found["wte.weight" if "wte.weight" in found else "model.embed_tokens.weight"]
-    remedy = f"set tie_word_embeddings to false in {CONFIG}"
+    embedding, remedy = "model.embed_tokens.weight", f"set tie_word_embeddings to false in {CONFIG}"
     if model.position == "learned":
-        remedy = "jaxgpt needs one matrix for both, as in GPT-2"
-    check_tied(head, embedding, str(path), remedy)
+        embedding, remedy = "wte.weight", "jaxgpt needs one matrix for both, as in GPT-2"
+    check_tied(head, found[embedding], str(path), remedy)
     has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
     own = path if has_tokenizer else None
     made = read_tokenizer(tokenizer or own, model.vocab_size)
