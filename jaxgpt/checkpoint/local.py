@@ -18,6 +18,7 @@ from jaxgpt.checkpoint.metadata import (
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, UsageError, in_words
 from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, read_records
+from jaxgpt.tracking.starts import read_starts
 
 BLOCK_BYTES = 2**24  # number of bytes copied at a time
 
@@ -76,38 +77,49 @@ class LocalFolder:
     def recover(self, log_interval: int) -> list[str]:
         """Copy the remaining local checkpoints to the run directory. Return log lines.
 
-        Local checkpoints that are already in the run directory are removed. If metrics.jsonl in the
-        run directory ends `log_interval` or more steps before another checkpoint (not counting
-        `PERSISTENT_KINDS`), a restart may have abandoned that checkpoint, so it is renamed to
-        STEP.stale. A missing metrics.jsonl counts as ending at step 0. The remaining checkpoints
-        are copied, unless their JSON is damaged. There is one log line for each checkpoint that is
-        copied, renamed or found to be damaged. Call this only on process 0.
+        Local checkpoints that are already in the run directory are removed. Other checkpoints are
+        copied, unless their JSON is damaged or a restart may have abandoned them. Abandoned
+        checkpoints are renamed to STEP.stale. A checkpoint counts as abandoned in two cases: an
+        earlier start that has trained began after the checkpoint was saved, or metrics.jsonl ends
+        `log_interval` or more steps before the checkpoint (not counting `PERSISTENT_KINDS`). A
+        missing metrics.jsonl counts as ending at step 0. There is one log line for each checkpoint
+        that is copied, renamed or found to be damaged. Call this only on process 0.
 
         Raises:
             UsageError: if a checkpoint cannot be read, copied or renamed, if its JSON belongs to
                 another step, or if a folder of checkpoints cannot be read.
-            OSError: if metrics.jsonl exists but cannot be read.
+            OSError: if metrics.jsonl or starts.jsonl exists but cannot be read.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
         reached = max((r["step"] for r in records if r["kind"] not in PERSISTENT_KINDS), default=0)
+        # A start recovers all local checkpoints before it trains, unless it has another
+        # checkpoint.local or none.
+        trained = (start["time"] for start in read_starts(self._run) if start["first_step"])
+        newest_start = max(trained, default=0.0)
         for step in list_checkpoints(self.directory):
             path = self._path(step)
             try:
                 if step in list_checkpoints(self._run):
                     self.remove(step)
-                elif step < reached + log_interval:
-                    read_meta(self.directory, step)
-                    self.copy_to_run(step)
-                    notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
-                else:
+                    continue
+                abandoned = ""
+                if step >= reached + log_interval:
+                    abandoned = f"{METRICS} ends at step {reached}"
+                elif path.stat().st_mtime < newest_start:
+                    abandoned = "the run has since continued from an earlier step"
+                if abandoned:
                     stale = path.with_name(f"{step}.stale")
                     shutil.rmtree(stale, ignore_errors=True)  # left by an earlier recovery
                     path.rename(stale)
                     notes.append(
-                        f"warning: checkpoint {step} is not used, because {METRICS} ends at step "
-                        f"{reached}; the checkpoint was renamed to {stale}"
+                        f"warning: checkpoint {step} is not used, because {abandoned}; the "
+                        f"checkpoint was renamed to {stale}"
                     )
+                else:
+                    read_meta(self.directory, step)
+                    self.copy_to_run(step)
+                    notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
             except DamagedCheckpoint as error:
                 notes.append(f"warning: checkpoint {step} was not copied: {error.reason}")
             except OSError as error:

@@ -77,7 +77,7 @@ def test_a_local_folder_that_hosts_do_not_share_is_refused(pair, tmp_path):
     job = alpha.run(*launcher, *ranks, *arguments)
     assert job.returncode == 2, job.stdout
     last = job.stdout.rstrip().splitlines()[-1]
-    assert last.startswith("error: checkpoint.local=/dev/shm/local: host beta does not see")
+    assert last.startswith("error: checkpoint.local=/dev/shm/local: host beta cannot see")
 
 
 @pytest.mark.long

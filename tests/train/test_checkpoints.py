@@ -146,7 +146,9 @@ def test_a_job_saves_by_the_clock(tmp_path, monkeypatch):
     assert list_checkpoints(tmp_path) == [6, 12, 18, 20]
 
 
-def test_a_run_continues_from_a_local_checkpoint_whose_copy_was_interrupted(tmp_path, monkeypatch):
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """Save checkpoint 2 to the run directory, and checkpoint 4 only to the local folder."""
     copy = LocalFolder.copy_to_run
 
     def fail_at_4(self, step):
@@ -161,7 +163,22 @@ def test_a_run_continues_from_a_local_checkpoint_whose_copy_was_interrupted(tmp_
         with pytest.raises(UsageError, match="checkpoint 4 could not .*Input/output error"):
             train_here(*arguments, "train.max_iters=4")
     assert list_checkpoints(out) == [2]
+    return out, local
+
+
+def test_a_run_continues_from_a_local_checkpoint_whose_copy_was_interrupted(interrupted):
+    out, _ = interrupted
     assert train_here("--out", out, "train.max_iters=5") == exits.DONE
     log = (out / "train.log").read_text()
     assert "checkpoint 4: copied from" in log and "resumed from step 4" in log
     assert list(losses(out)) == list(range(1, 6))
+
+
+def test_a_local_checkpoint_that_a_start_without_the_folder_has_abandoned_is_not_used(interrupted):
+    out, local = interrupted
+    continued = ("checkpoint.local=null", "checkpoint.interval=0", "train.max_iters=5")
+    assert train_here("--out", out, *continued) == exits.DONE
+    assert train_here("--out", out, local, "train.max_iters=6") == exits.DONE
+    assert list_checkpoints(out) == [5, 6]
+    log = (out / "train.log").read_text()
+    assert "checkpoint 4 is not used, because the run has since continued" in log
