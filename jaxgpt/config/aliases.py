@@ -151,7 +151,7 @@ BROADER = (
 # Other programs' flags that have no effect here, whatever their value.
 IGNORED = """
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
-    always_save_checkpoint device hardware local_rank distributed_backend attention
+    always_save_checkpoint device hardware local_rank distributed_backend
     tensorboard_dir log_timers_to_tensorboard log_optimizer_states_to_tensorboard
     group_query_attention max_position_embeddings no_position_embedding use_flash_attn
     use_flash_attn_v1 use_flash_attn_v2 use_flash_attn_triton use_flash_attn_builder
@@ -189,6 +189,7 @@ NEUTRAL = {
     "enable_checkpointing": "True true",
     "fp16": "False false",
     "backend": "nccl gloo mpi ccl",
+    "attention": "autoselected dot_product flash cudnn_flash_te cudnn_flash_jax",  # MaxText's
 }
 
 # Maps the names of other programs' configurations to settings.

@@ -256,6 +256,7 @@ def _corrected(line: CommandLine, wrong: Mapping[str, str]) -> tuple[Words, list
     given, left_out = {}, list(line.left_out)
     for key, words in line.words.items():
         fix = aliases.VALUE_FIXES.get(words[0]) if key in wrong and words else None
+        fix = None if fix and _error_in(key, [fix], {}) else fix
         if key not in wrong or fix:
             own = aliases.VALUE_ALIASES.get(key, {})
             given[key] = [fix] if fix else [own.get(word, word) for word in words]

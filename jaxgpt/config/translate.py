@@ -17,6 +17,7 @@ from jaxgpt.config.schema import settings
 from jaxgpt.config.values import describe, takes_many
 
 PADDING = 128  # Megatron pads the vocabulary to a multiple of 128 times the tensor-parallel size
+_ON, _OFF = {"", "1", "true"}, {"0", "false"}  # values of other programs' flags
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
 
 
@@ -77,7 +78,7 @@ def translate(
     line, ignored = CommandLine(), []
     for argument, shown, key, values in _arguments(argv, presets, line):
         value = " ".join(values)
-        if value != "null" and not _is_known(key) and (meant := _meant_by(key, guesses)):
+        if not _is_known(key) and (meant := _meant_by(key, guesses)):
             line.problems.append(unknown_key(shown, key))
             line.corrected.append(argument)
             key = meant
@@ -94,9 +95,12 @@ def translate(
             line.leave_out(argument, f"{argument}: needs a value")
         elif key in settings() or alias:
             line.put(key if key in settings() else alias, values, argument)
+        elif text and "{}" not in text and value.lower() not in _ON | _OFF:
+            line.leave_out(argument, f"{argument}: must be True or False")
+        elif text and "{}" not in text and value.lower() in _OFF:
+            ignored.append(argument)
         elif text:
-            if value.lower() != "false":  # false turns the flag off
-                _put_all(line, text, values, argument)
+            _put_all(line, text, values, argument)
         elif aliases.find_end({aliases.IGNORED: "yes"}, key):
             reason = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
             line.notes += [f"{argument}: ignored; {reason}"] if reason else []
@@ -205,7 +209,7 @@ def _arguments(
         shown, equals, value = word.partition("=")
         # A dash pasted from formatted text may be U+2013 or U+2014.
         key = re.sub(r"^(--?|\+{1,2}|[\u2013\u2014])", "", shown).replace("-", "_")
-        if Path(word).name == "base.yml":  # the defaults of MaxText
+        if not equals and _is_base_of_maxtext(word):
             line.later["maxtext"] = []
             continue
         if word.endswith((".py", ".toml", ".yml", ".yaml")) and not equals:
@@ -215,11 +219,12 @@ def _arguments(
         if not key or not (word.startswith("--") or equals):
             _explain_word(word, name, words, presets, line)
             continue
-        several = not name or takes_many(settings()[name])
+        is_switch = not name and _is_switch(key)
+        several = not is_switch and (not name or takes_many(settings()[name]))
         values, is_flag = [value] if equals else [], not name or settings()[name] is bool
         next_setting = r"--|[+\w.-]+=" if several or is_flag else "--"
         while words and (not values or several) and not re.match(next_setting, words[0]):
-            if equals and not name:
+            if equals and not name or is_switch and words[0].lower() not in _ON | _OFF:
                 break
             values.append(words.pop(0))
         argument = word if equals else " ".join([word, *values])
@@ -232,6 +237,18 @@ def _arguments(
         else:
             yield argument, shown, key, values
         seen.add(key)
+
+
+def _is_base_of_maxtext(word: str) -> bool:
+    """Return whether an argument is the path of MaxText's base.yml, which holds its defaults."""
+    path = Path(word)
+    return path.name == "base.yml" and ("maxtext" in word.lower() or not os.path.isfile(path))
+
+
+def _is_switch(key: str) -> bool:
+    """Return whether a flag of another program takes no value other than True or False."""
+    text = aliases.find_end(aliases.SETTINGS, key) or aliases.find_end(aliases.KEY_FIXES, key)
+    return bool(text) and "{}" not in text
 
 
 def _explain_word(
@@ -399,7 +416,8 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
                 line.default_words["train.batch_size_per_device"] = ["12"]
         return
     name = line.words["config"][0]
-    if name in presets or (os.path.isfile(name) and name.endswith((".yaml", ".yml"))):
+    is_own = os.path.isfile(name) or _name(line.shown["config"]) == "config"  # else levanter's
+    if name in presets or (is_own and name.endswith((".yaml", ".yml"))):
         return
     stem = Path(name).stem
     plain = {re.sub("[-_]", "", preset): preset for preset in presets}
@@ -472,7 +490,8 @@ def _stage_of(line: CommandLine, file: str) -> int | None:
     """
     shown = line.shown["ds_config"]
     try:
-        content = parse_yaml(Path(file).expanduser().read_text())
+        text = Path(file).expanduser().read_text().replace("\t", " ")  # YAML forbids tabs
+        content = parse_yaml(text)
         strategy = content.get("zero_optimization") if isinstance(content, dict) else None
         if not isinstance(strategy, dict) or "stage" not in strategy:
             return 0  # DeepSpeed's default

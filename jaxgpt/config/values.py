@@ -26,6 +26,8 @@ def strings_of(name: str, kind: Any, value: Any) -> list[str]:
         return [",".join(map(str, value))]
     if value is False and bool not in (kind, *typing.get_args(kind)):
         return ["off"]  # YAML reads `off` as False
+    if value is None and (takes_many(kind) or kind is str):
+        return [""] if kind is str else []
     return [str(each) for each in value] if many else [str(value)]
 
 

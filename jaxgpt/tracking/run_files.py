@@ -143,7 +143,8 @@ class RunFiles:
             limit = self.settings().get("train.max_iters", "0")
             return "stopped" if limit.isdecimal() and goodput[-1]["step"] < int(limit) else "done"
         # Locks may be local to a host, and `is_locked` works only on Linux.
-        is_known = sys.platform == "linux" and f"on host {platform.node()}" in read_text(lock)
+        is_own = read_text(lock).endswith(f" on host {platform.node()}\n")
+        is_known = sys.platform == "linux" and is_own
         return "running" if not is_known and self.age() < RECENT else "dead"
 
     def row(self) -> dict[str, Any]:

@@ -202,6 +202,8 @@ WORKS = [
     ("ici_tensor_parallelism=4", "parallel.mesh", "1,-1,4"),
     ("run_name=a base_output_directory=runs", "out", "runs/a"),
     ("src/maxtext/configs/base.yml model_name=llama2-7b", "config", "llama2-7b"),
+    ("out=runs/base.yml", "config", "tiny"),  # not MaxText's base.yml
+    ("attention=cudnn_flash_te", "model.attention", "auto"),
     ("remat_policy=full", "parallel.remat", "full"),
     # levanter
     ("trainer.mesh.fsdp=2 trainer.num_train_steps=9", "parallel.mesh", "1,2,1"),
@@ -248,6 +250,14 @@ ANSWERED = [
     ("--train-samples 1000", "train.max_iters=N", None),
     ("--train-tokens 4096 --global-batch-size 8", "train.max_iters=N", "train.batch_size=8"),
     ("--make-vocab-size-divisible-by 64", "model.vocab_size=N", None),
+    ("--bf16 mine.yml --seed 2", "config=mine.yml: no such file", None),
+    ("--bf16 gpt2", "did you mean --config gpt2?", "--config gpt2 train.dtype=bfloat16"),
+    ("--swiglu=2 --seed 2", "must be True or False", "train.seed=2"),
+    ("train.matmul_dtype=half", "must be one of float8, or None", None),
+    ("--config exps/gpt2.yaml", "exps/gpt2.yaml: no such file or preset", None),
+    ("config=configs/base.yml", "configs/base.yml: no such file or preset", None),
+    ("attention=blockwise", "did you mean model.attention?", None),
+    ("train.max_iterz=null --seed 2", "did you mean train.max_iters?", "train.seed=2"),
     ("--exit-interval 10 --seed 2", "train.time_limit=MINUTES", "train.seed=2"),
     # a flag with a similar name and another meaning is not a slip
     ("--exit-intervals 10 --seed 2", "unknown key; python -m", "train.seed=2"),

@@ -171,6 +171,13 @@ def test_all_problems_of_a_file_and_a_command_line_are_listed(tmp_path):
     assert "model.n_embd" not in str(error.value)
 
 
+def test_null_in_yaml_is_an_empty_list_or_text(tmp_path):
+    path = tmp_path / "null.yaml"
+    path.write_text("data: {blend: null}\ntrain: {trackers: , sample_prompt: null}\n")
+    config = parse_args(["--config", str(path), "data.path=x"], note=print)
+    assert (config.data.blend, config.train.trackers, config.train.sample_prompt) == ((), (), "")
+
+
 def test_a_section_with_no_lines_has_no_settings(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("model: {n_layer: 3}\ntrain:\n  # seed: 3\n")

@@ -227,7 +227,7 @@ def test_a_global_batch_size_replaces_the_batch_size_of_the_experiment():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_takes_the_zero_stage_of_its_configuration(tmp_path, stage):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage}}, indent="\t"))
     config, _ = parse(f"{SHAKESPEARE} train.backend=deepspeed train.ds_config_path={file}")
     assert config.parallel.zero_stage == stage
     assert config.parallel.mesh == ("1,-1,1" if stage else "-1,1,1")

@@ -540,7 +540,10 @@ def test_a_run_whose_lock_cannot_be_checked_is_running_if_it_wrote_recently(tmp_
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / ".lock").write_text(f"process 1 on host {platform.node()}\n")
     assert RunFiles(tmp_path, "run").state() == "dead"
-    monkeypatch.setattr(sys, "platform", "darwin")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert RunFiles(tmp_path, "run").state() == "running"
+    (tmp_path / ".lock").write_text(f"process 1 on host {platform.node()}2\n")
     assert RunFiles(tmp_path, "run").state() == "running"
     ahead = time.time() + 60  # the clock of a file server
     for file in tmp_path.iterdir():
