@@ -156,12 +156,14 @@ def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     written, or if --png is given but matplotlib is missing. Raises `OSError` if a starts.jsonl
     cannot be read.
     """
-    rows: list[dict[str, Any]] = [run.row() for run in runs]
-    if given.kind == "startup":
-        starts = [start_rows(run.name, run.directory, run.state()) for run in runs]
-        rows = [row for of_run in starts for row in of_run]
-        if given.png:
-            draw_startup(rows, given.png)
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        if given.kind == "startup":
+            rows += start_rows(run.name, run.directory, run.state())
+        else:
+            rows.append(run.row())
+    if given.kind == "startup" and given.png:
+        draw_startup(rows, given.png)
     if given.sort and rows:
         if given.sort not in rows[0]:
             raise UsageError(f"--sort={given.sort}: no such column; use {', '.join(rows[0])}")
@@ -171,10 +173,10 @@ def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     if given.json:
         with writing("--json", given.json):
             given.json.write_text(json.dumps(rows, indent=1, default=str) + "\n")
-    print(rows_text(rows, width, keys=2 if given.kind == "startup" else 1))
+    print(tables_text(rows, width, keys=2 if given.kind == "startup" else 1))
 
 
-def rows_text(rows: list[dict[str, Any]], width: int, keys: int) -> str:
+def tables_text(rows: list[dict[str, Any]], width: int, keys: int) -> str:
     """Return the rows as a table, or as several tables if one would exceed `width` characters.
 
     The first `keys` columns are repeated in each table. All rows must have the same keys in the

@@ -66,7 +66,7 @@ def series_of(
     """
     out = []
     for number, (kind, key, label) in enumerate(panel.curves):
-        steps, values = run.curve(kind, key)
+        steps, values = run.dropped_losses() if kind == "rewind" else run.curve(kind, key)
         values = panel.scale * values if np.isfinite(values).any() else values[:0]
         is_noisy = panel.is_noisy and kind == "train"
         lines = [("raw" if is_noisy else RECORD_STYLES[kind], values, limit)]

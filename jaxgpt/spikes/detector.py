@@ -53,7 +53,7 @@ def init_spike_state(spike: SpikeConfig) -> SpikeState:
     }
 
 
-def update(
+def detect(
     state: SpikeState, loss: jax.Array, grad_norm: jax.Array, spike: SpikeConfig
 ) -> tuple[SpikeState, Detection]:
     """Check the loss and gradient norm of a step, and add them to the window.
@@ -91,7 +91,7 @@ def detect_and_gate(
     if spike.action == "off":
         unknown = jnp.full(2, jnp.inf, jnp.float32)
         return state, Detection(jnp.int32(NONE), unknown, unknown, jnp.int32(0)), None
-    state, detection = update(state, loss, grad_norm, spike)
+    state, detection = detect(state, loss, grad_norm, spike)
     if spike.action == "skip_update":
         return state, detection, detection.cause == NONE
     return state, detection, detection.cause != NONFINITE

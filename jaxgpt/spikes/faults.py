@@ -56,8 +56,8 @@ def flip_bit(params: Any, device: int) -> Any:
     `params` is a tree of float32 arrays, and `device` is an index into the flattened mesh. All
     processes must call this.
     """
-    paths, tree = jax.tree.flatten(params)
-    array = paths[0]
+    leaves, tree = jax.tree.flatten(params)
+    array = leaves[0]
     hit = array.sharding.mesh.devices.flat[device]
     there = jax.sharding.SingleDeviceSharding(hit, memory_kind=array.sharding.memory_kind)
 
@@ -67,8 +67,8 @@ def flip_bit(params: Any, device: int) -> Any:
         return jax.device_put(host, there)
 
     parts = [flipped(s.data) if s.device == hit else s.data for s in array.addressable_shards]
-    paths[0] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-    return jax.tree.unflatten(tree, paths)
+    leaves[0] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def check_faults(config: Config, n_devices: int) -> None:
@@ -86,5 +86,5 @@ def check_faults(config: Config, n_devices: int) -> None:
 def describe_faults(config: Config) -> list[str]:
     """Return a log line about the configured faults, if any."""
     usual = vars(type(config.faults)())
-    found = [f"{k}={v}" for k, v in vars(config.faults).items() if v != usual[k]]
+    found = [f"{key}={value}" for key, value in vars(config.faults).items() if value != usual[key]]
     return [f"injected faults: {', '.join(found)}"] if found else []

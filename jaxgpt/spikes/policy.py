@@ -63,7 +63,7 @@ def skipped_by_rewinds(directory: Path, sizes: BatchSizes) -> list[tuple[int, in
 
 def skipped_by(rewind: dict[str, Any], sizes: BatchSizes) -> tuple[int, int]:
     """Return the first and the last step that a rewind skips, given the run's batch sizes."""
-    first, last = (max(0, number) for number in rewind["sequences"])  # the file may be damaged
+    first, last = rewind["sequences"]
     return sizes.step_of(first), sizes.step_of(last)
 
 

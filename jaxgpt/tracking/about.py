@@ -1,5 +1,6 @@
 """The names and settings of a run, for trackers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -16,10 +17,15 @@ def names(run: Any) -> dict[str, str | None]:
     }
 
 
-def settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a run as a flat dict, with keys such as `out` and `model.n_layer`."""
+def flat_settings(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a flat dict, with keys such as `out` and `model.n_layer`.
+
+    `nested` is the result of `Config.to_dict` or the content of a config.yaml.
+    """
     out: dict[str, Any] = {}
-    for name, value in config.to_dict().items():
-        nested = value if isinstance(value, dict) else None
-        out |= {name: value} if nested is None else {f"{name}.{k}": v for k, v in nested.items()}
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            out |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            out[name] = value
     return out

@@ -20,8 +20,6 @@ class Csv:
     also whatever `read_table` and `write_table` raise.
     """
 
-    view = ""
-
     def open(self, run: Any, resume_step: int | None) -> None:
         self._folder: Path = run.directory / "csv"
         self._folder.mkdir(exist_ok=True)

@@ -36,7 +36,6 @@ TAGS = {
     "checkpoint/seconds": "goodput/checkpoint_seconds",
 }
 NO_CURVES = ("kind", "step", "nonfinite")  # `nonfinite` is added by `json_line`
-TEXTS = {"sample": "text", "spike": "cause", "rewind": "cause"}  # kind -> field shown as text
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:

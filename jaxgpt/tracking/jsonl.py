@@ -41,8 +41,9 @@ class JsonLines:
         self._path = path = run.directory / METRICS
         self._rewind_to: int | None = None
         if path.exists():
-            kinds = {r["kind"] for _, r in _whole_lines(path)}
-            if resume_step is None and not kinds.issubset(PERSISTENT_KINDS):
+            if resume_step is None and any(
+                r["kind"] not in PERSISTENT_KINDS for _, r in _whole_lines(path)
+            ):
                 names = itertools.chain([".old"], map(".old.{}".format, itertools.count(2)))
                 old = (path.with_name(METRICS + name) for name in names)
                 free = next(p for p in old if not p.exists())

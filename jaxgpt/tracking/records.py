@@ -34,7 +34,7 @@ class TrainRecord(Record):
     """A logged training step. Skipped steps are always logged."""
 
     kind = "train"
-    values: Mapping[str, float | None]  # metrics of the step, and rates; see `figures.py`
+    values: Mapping[str, float | None]  # metrics of the step, and rates; see `train_line.py`
     consumed_tokens: int
     skipped: bool = False
     skipped_range: tuple[int, int] | None = None  # first and last step of the skipped range
@@ -198,17 +198,23 @@ SPIKE_SHAPE |= {"rows": [ROW_SHAPE]}
 REWIND_SHAPE = SPIKE_SHAPE | {"spike": int, "skip": (int, int), "dropped": (int, int)}
 GOODPUT_SHAPE: dict[str, Any] = {"step": int, "after": int, "start": float, "began": float}
 GOODPUT_SHAPE |= {"ended": float, "seconds": {str: float}, "is_last": bool}
-STRAGGLER_SECONDS = ("own", "median", "data", "seconds")
 SHAPES: dict[str, Any] = {
     "train": {"loss": NUMBER, "grad_norm?": NUMBER, "lr?": NUMBER, "skipped": bool},
     "eval": {"train_loss": NUMBER, "val_loss": NUMBER},
     "sample": {"text": str},
     "spike": SPIKE_SHAPE | {"action": str},
-    "rewind": REWIND_SHAPE | {"dropped_losses?": [(int, NUMBER)]},
+    "rewind": REWIND_SHAPE | {"dropped_losses": [(int, NUMBER)]},
     "checkpoint": {"seconds": float},
     "start": {"mesh": str, "processes": int, "devices": str, "jax": str, "batch_size": int},
     "goodput": GOODPUT_SHAPE,
     "corruption": {"found": int, "devices": [str]},
     "damage": {"reason": str},
-    "straggler": {"rank": int, "host": str} | dict.fromkeys(STRAGGLER_SECONDS, float),
+    "straggler": {
+        "rank": int,
+        "host": str,
+        "own": float,
+        "median": float,
+        "data": float,
+        "seconds": float,
+    },
 }

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxgpt.cluster.file_lock import is_locked
 from jaxgpt.config import UsageError, parse_yaml
+from jaxgpt.tracking.about import flat_settings
 from jaxgpt.tracking.jsonl import METRICS, parse_records
 from jaxgpt.tracking.starts import STARTS
 
@@ -74,16 +75,21 @@ class RunFiles:
         """Return the step of each record of one kind, and the value of its field `key`.
 
         Both results are float64 arrays of shape (N,). Records without the field are skipped.
-        Invalid values become NaN (see `number`). If `kind` is `rewind`, `key` is ignored: the
-        values are the logged losses of the steps that rewinds dropped, with a NaN after each
-        rewind.
+        Invalid values become NaN (see `number`).
         """
         points = [(r["step"], number(r, key)) for r in self.records[kind] if key in r]
-        if kind == "rewind":
-            points = []
-            for r in self.records[kind]:
-                losses = dict([*r.get("dropped_losses", []), (r["spike"], r["loss"])])
-                points += [*sorted(losses.items()), (r["spike"], None)]
+        steps, values = np.array(points or np.empty((0, 2)), float).T
+        return steps, values
+
+    def dropped_losses(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps that rewinds dropped and their logged losses, as `curve` does.
+
+        The losses of each rewind are followed by a NaN.
+        """
+        points: list[tuple[int, float | None]] = []
+        for r in self.records["rewind"]:
+            losses = dict([*r["dropped_losses"], (r["spike"], r["loss"])])
+            points += [*sorted(losses.items()), (r["spike"], None)]
         steps, values = np.array(points or np.empty((0, 2)), float).T
         return steps, values
 
@@ -108,15 +114,12 @@ class RunFiles:
 
         The result is empty if the file is missing or unreadable, or is not a YAML mapping.
         """
-        out: dict[str, str] = {}
         try:
             found = parse_yaml(read_text(self.directory / "config.yaml"))
-            for name, section in found.items() if isinstance(found, dict) else ():
-                keys = section.items() if isinstance(section, dict) else [("", section)]
-                out |= {f"{name}.{key}".rstrip("."): str(value) for key, value in keys}
         except ValueError:
             return {}
-        return out
+        flat = flat_settings(found) if isinstance(found, dict) else {}
+        return {key: str(value) for key, value in flat.items()}
 
     def age(self) -> float:
         """Return the time in seconds since the run last wrote to one of its logs.

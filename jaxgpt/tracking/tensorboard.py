@@ -9,12 +9,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxgpt.tracking.about import settings
-from jaxgpt.tracking.curves import TEXTS, curves
+from jaxgpt.tracking.about import flat_settings
+from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.jsonl import METRICS, read_records
 from jaxgpt.tracking.records import Record
 
 HYPERPARAMETERS = ("model", "optimizer", "parallel", "train")  # sections in the HParams tab
+TEXTS = {"sample": "text", "spike": "cause"}  # kind of record -> field shown as text
 
 
 class TensorBoard:
@@ -22,8 +23,6 @@ class TensorBoard:
 
     Methods raise `OSError` if a file there cannot be written, or if metrics.jsonl cannot be read.
     """
-
-    view = ""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -61,7 +60,7 @@ class TensorBoard:
 
         plain = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in settings(self._run.config).items()
+            for name, value in flat_settings(self._run.config.to_dict()).items()
             if name.partition(".")[0] in HYPERPARAMETERS
         }
         for summary in hparams(plain, {"train/loss": 0.0, "eval/val_loss": 0.0}):

@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Any
 
-from jaxgpt.tracking.about import names, settings
+from jaxgpt.tracking.about import flat_settings, names
 from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.records import Record
 
@@ -27,12 +27,11 @@ class Trackio:
     """
 
     extra = "trackio"  # name of the required package, and of the jaxgpt extra that installs it
-    view = ""
 
     def open(self, run: Any, resume_step: int | None) -> None:
         about = names(run)
         self._project, self._name = about["project"], about["name"]
-        self._config = settings(run.config) | {"_Group": about["group"]}
+        self._config = flat_settings(run.config.to_dict()) | {"_Group": about["group"]}
         self._id = uuid.uuid5(uuid.NAMESPACE_URL, run.directory.absolute().as_uri()).hex
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._written = time.monotonic()

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxgpt.cluster.timeouts import ANSWER
 from jaxgpt.config import UsageError
-from jaxgpt.tracking.about import names, settings
+from jaxgpt.tracking.about import flat_settings, names
 from jaxgpt.tracking.curves import curves
 from jaxgpt.tracking.jsonl import METRICS, PERSISTENT_KINDS, atomic_write_text, read_records
 from jaxgpt.tracking.records import Record
@@ -37,7 +37,6 @@ class Wandb:
     """
 
     extra = "wandb"  # name of the required package, and of the jaxgpt extra that installs it
-    view = ""
 
     def __init__(self) -> None:
         self._wandb_run: Any = None
@@ -71,7 +70,7 @@ class Wandb:
             **names(self._run),
             **continued,
             dir=self._folder.parent,
-            config=settings(self._run.config),
+            config=flat_settings(self._run.config.to_dict()),
             reinit="create_new",
             settings=wandb.Settings(
                 silent=True,

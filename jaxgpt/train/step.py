@@ -20,7 +20,7 @@ from jaxgpt.parallel.sharding import Params
 from jaxgpt.parallel.zero import local_params, reduce_gradients
 from jaxgpt.spikes.detector import Detection, detect_and_gate
 from jaxgpt.spikes.faults import inject_nan
-from jaxgpt.tracking.figures import Figure
+from jaxgpt.tracking.train_line import MetricFormat
 from jaxgpt.train.layers import layer_values
 from jaxgpt.train.sharded_model import ShardedModel
 from jaxgpt.train.state import TrainState
@@ -43,7 +43,7 @@ class StepValues(NamedTuple):
 class Metric(NamedTuple):
     """A metric of a step: a float32 scalar, replicated on every device."""
 
-    figure: Figure
+    format: MetricFormat
     compute: Callable[[StepValues], jax.Array]
 
 
@@ -51,14 +51,16 @@ class Metric(NamedTuple):
 # and, if the line is wide enough, on the console.
 STEP_METRICS = {
     "loss": Metric(
-        Figure("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format, width=6),
+        MetricFormat("mean cross-entropy, nats per token", rank=0, show="{:.4f}".format, width=6),
         lambda values: values.loss,
     ),
     "grad_norm": Metric(
-        Figure("global norm of the unclipped gradient", "gnorm", 3, "{:.3f}".format, width=6),
+        MetricFormat("global norm of the unclipped gradient", "gnorm", 3, "{:.3f}".format, width=6),
         lambda values: values.grad_norm,
     ),
-    "lr": Metric(Figure("learning rate", rank=6, show="{:.3g}".format), lambda values: values.lr),
+    "lr": Metric(
+        MetricFormat("learning rate", rank=6, show="{:.3g}".format), lambda values: values.lr
+    ),
 }
 
 

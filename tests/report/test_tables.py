@@ -122,7 +122,7 @@ def test_runs_are_listed_with_their_states(tmp_path, capsys):
     assert rows["stopped"]["step"] == "5"
     assert done["mesh"] == next(r["mesh"] for r in records if r["kind"] == "start")
     assert "new" in capsys.readouterr().out
-    lines = report.rows_text([{"run": "a", "mesh": "data=1", "age": 3}], width=20, keys=1)
+    lines = report.tables_text([{"run": "a", "mesh": "data=1", "age": 3}], width=20, keys=1)
     assert [line.split() for line in lines.splitlines() if line[0] in "┃│"] == [
         ["┃", "run", "┃", "mesh", "┃"],
         ["│", "a", "│", "data=1", "│"],

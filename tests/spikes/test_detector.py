@@ -12,11 +12,11 @@ from jaxgpt.config import MeshShape, SpikeConfig, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.spikes.detector import (
     CAUSES,
+    detect,
     init_spike_state,
     spike_state_from_json,
     spike_state_to_json,
     spike_thresholds,
-    update,
 )
 from jaxgpt.train.compiled import make_steps
 from jobs import flat, limited_devices, scalars
@@ -33,7 +33,7 @@ def normal(n, level=3.0, seed=0):
 
 def watched(values, spike=SPIKE, watch=None):
     """Return the cause detected at each step, and the state after the last step."""
-    seen = jax.jit(lambda watch, loss, norm: update(watch, loss, norm, spike))
+    seen = jax.jit(lambda watch, loss, norm: detect(watch, loss, norm, spike))
     watch, causes = watch or init_spike_state(spike), []
     for loss, grad_norm in np.float32(values):
         watch, verdict = seen(watch, loss, grad_norm)

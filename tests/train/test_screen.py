@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxgpt.config import UsageError, load_config
-from jaxgpt.train.reporting.reporter import chosen_figures
+from jaxgpt.train.reporting.reporter import chosen_metrics
 from jobs import SMALL, command, records, train_here
 from terminal import run_in_terminal
 
@@ -105,8 +105,8 @@ def test_verbose_prints_what_the_log_has(tmp_path, capsys):
 
 def test_a_column_that_needs_several_processes_is_left_out():
     config = load_config("tiny", "train.log_columns=slow")
-    assert "slowest_over_mean" not in chosen_figures(config, n_processes=1)
-    assert chosen_figures(config, n_processes=2)["slowest_over_mean"].rank == -1
+    assert "slowest_over_mean" not in chosen_metrics(config, n_processes=1)
+    assert chosen_metrics(config, n_processes=2)["slowest_over_mean"].rank == -1
 
 
 def test_an_unknown_column_is_a_mistake(tmp_path):

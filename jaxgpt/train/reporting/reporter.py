@@ -27,7 +27,6 @@ from jaxgpt.spikes.report import LOG_WIDTH, rewind_line, spike_line, spikes_tabl
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking import Trackers
 from jaxgpt.tracking.console import Console
-from jaxgpt.tracking.figures import HOST_FIGURES, Figure, clock_text, legend, train_line
 from jaxgpt.tracking.jsonl import METRICS, atomic_write_text, read_records
 from jaxgpt.tracking.records import (
     EvalRecord,
@@ -40,6 +39,7 @@ from jaxgpt.tracking.records import (
     TrainRecord,
 )
 from jaxgpt.tracking.starts import log_start
+from jaxgpt.tracking.train_line import HOST_METRICS, MetricFormat, clock_text, legend, train_line
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.reporting.ending import ending_lines
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
@@ -68,7 +68,7 @@ class Reporter:
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
         self._config, self._run, self._steps = run.config, run, steps
         self._enabled = cluster.is_main or self._config.train.log_all_ranks
-        self._figures = chosen_figures(self._config, cluster.size)
+        self._shown_metrics = chosen_metrics(self._config, cluster.size)
         log_file = run.directory / ("train.log" if cluster.is_main else f"train-{cluster.rank}.log")
         self._has_log = log_file.exists()
         self._console = Console(log_file if self._enabled else None, prints=cluster.is_main)
@@ -105,14 +105,14 @@ class Reporter:
         about = self._run, self._steps, self._rates, facts, warnings
         full, short = header_lines(*about), summary_lines(*about)
         if self._rates.peak is None:
-            self._figures.pop("mfu", None)
+            self._shown_metrics.pop("mfu", None)
         if not config.train.eval_interval:
-            self._figures.pop("train_loss", None)
-            self._figures.pop("val_loss", None)
+            self._shown_metrics.pop("train_loss", None)
+            self._shown_metrics.pop("val_loss", None)
         if not self._has_log:
             corpora, steps = self._run.dataset.corpora, config.train.max_iters
             explain = functools.partial(
-                legend, self._figures, steps, corpora if len(corpora) > 1 else ()
+                legend, self._shown_metrics, steps, corpora if len(corpora) > 1 else ()
             )
             full += ["training lines:", *explain()]
             width = self._console.width
@@ -363,7 +363,7 @@ class Reporter:
                 losses = {"train_loss", "val_loss"}
                 values |= {name: getattr(self._evaluated, name) for name in losses}
             line = functools.partial(
-                train_line, values, self._figures, self._config.train.max_iters
+                train_line, values, self._shown_metrics, self._config.train.max_iters
             )
             self.info(line(self._console.width), full=line())
             return
@@ -426,13 +426,13 @@ class Reporter:
             )
 
 
-def chosen_figures(config: Config, n_processes: int) -> dict[str, Figure]:
-    """Return the `Figure` of each metric in training lines, keyed by name.
+def chosen_metrics(config: Config, n_processes: int) -> dict[str, MetricFormat]:
+    """Return the `MetricFormat` of each metric in training lines, keyed by name.
 
     Metrics in train.log_columns have rank -1. A run with a single process has no
     `slowest_over_mean`. Raises `UsageError` if train.log_columns contains an unknown name.
     """
-    figures = {name: m.figure for name, m in STEP_METRICS.items()} | HOST_FIGURES
+    figures = {name: m.format for name, m in STEP_METRICS.items()} | HOST_METRICS
     names = {figure.short or name: name for name, figure in figures.items()}
     for column in config.train.log_columns:
         name = names.get(column, column)

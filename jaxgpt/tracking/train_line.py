@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Figure(NamedTuple):
+class MetricFormat(NamedTuple):
     """Legend and display format of one metric in the training lines."""
 
     legend: str
@@ -37,40 +37,50 @@ def _per_second(value: float) -> str:
 
 _COUNT, _SHARE, _LOSS = "{:,.0f}".format, "{:.1%}".format, "{:.4f}".format
 # Metrics that the host measures. The devices compute the metrics in `STEP_METRICS` (train/step.py).
-HOST_FIGURES = {
-    "dt": Figure("time per step, without compilation, evaluation and checkpoints", "", 1, _seconds),
-    "tokens_per_sec": Figure("tokens per second, whole job", "tps", 2, _COUNT),
-    "tokens_per_sec_per_device": Figure("tokens per second per device", "tps/dev", 8, _COUNT),
-    "samples_per_sec": Figure("sequences per second, whole job", "sps", 9, _per_second),
-    "tflops_per_device": Figure("TFLOP/s per device, as in mfu", "tflops", 10, "{:.3g}".format),
-    "mfu": Figure("fraction of peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
-    "memory_bytes": Figure("memory of this process's fullest device; RSS on CPUs", "mem", 7, _gib),
-    "memory_peak_bytes": Figure("highest mem so far", "peak", 11, _gib),
-    "data_wait": Figure("fraction of a step that this process waits for data", "data", 12, _SHARE),
-    "slowest_over_mean": Figure(
+HOST_METRICS = {
+    "dt": MetricFormat(
+        "time per step, without compilation, evaluation and checkpoints", "", 1, _seconds
+    ),
+    "tokens_per_sec": MetricFormat("tokens per second, whole job", "tps", 2, _COUNT),
+    "tokens_per_sec_per_device": MetricFormat("tokens per second per device", "tps/dev", 8, _COUNT),
+    "samples_per_sec": MetricFormat("sequences per second, whole job", "sps", 9, _per_second),
+    "tflops_per_device": MetricFormat(
+        "TFLOP/s per device, as in mfu", "tflops", 10, "{:.3g}".format
+    ),
+    "mfu": MetricFormat("fraction of peak FLOP/s; not shown if the peak is unknown", "", 4, _SHARE),
+    "memory_bytes": MetricFormat(
+        "memory of this process's fullest device; RSS on CPUs", "mem", 7, _gib
+    ),
+    "memory_peak_bytes": MetricFormat("highest mem so far", "peak", 11, _gib),
+    "data_wait": MetricFormat(
+        "fraction of a step that this process waits for data", "data", 12, _SHARE
+    ),
+    "slowest_over_mean": MetricFormat(
         "host time of the slowest process / mean host time, @rank", "slow", 13, "{:.2f}".format
     ),
-    "skipped_steps": Figure("steps skipped since start-up, if any", "skipped", 2, _COUNT),
-    "nonfinite_steps": Figure("non-finite steps since start-up, if any", "nonfinite", 2, _COUNT),
-    "seconds_left": Figure("time left at the average speed so far", "left", 5, clock_text),
-    "consumed_tokens": Figure(
+    "skipped_steps": MetricFormat("steps skipped since start-up, if any", "skipped", 2, _COUNT),
+    "nonfinite_steps": MetricFormat(
+        "non-finite steps since start-up, if any", "nonfinite", 2, _COUNT
+    ),
+    "seconds_left": MetricFormat("time left at the average speed so far", "left", 5, clock_text),
+    "consumed_tokens": MetricFormat(
         "tokens consumed so far, including skipped ones", "tokens", 14, _COUNT
     ),
-    "train_loss": Figure("loss on the training split in the last evaluation", "", 8, _LOSS),
-    "val_loss": Figure("loss on the validation split in the last evaluation", "", 8, _LOSS),
+    "train_loss": MetricFormat("loss on the training split in the last evaluation", "", 8, _LOSS),
+    "val_loss": MetricFormat("loss on the validation split in the last evaluation", "", 8, _LOSS),
 }
 _SILENT_AT_ZERO = ("skipped_steps", "nonfinite_steps")
 
 
 def train_line(
     record: Mapping[str, Any],
-    figures: Mapping[str, Figure],
+    metrics: Mapping[str, MetricFormat],
     max_iters: int,
     width: int | None = None,
 ) -> str:
     """Return `TrainRecord.to_dict()` as text: `step=100/300 loss=2.4527 ...`.
 
-    The text has the metrics in `figures`, and the mean loss of each corpus. Missing values are left
+    The text has the metrics in `metrics`, and the mean loss of each corpus. Missing values are left
     out, and so are `skipped_steps` and `nonfinite_steps` if they are 0. If `width` is given, the
     metrics with the highest ranks are dropped until the line fits in `width` columns. Unless the
     step was skipped, this assumes that all values have at least their usual widths, so that the
@@ -78,16 +88,16 @@ def train_line(
     negative rank are never dropped.
     """
     if not record["skipped"]:
-        figures = _usually_shown(figures, max_iters, width)
+        metrics = _usually_shown(metrics, max_iters, width)
     parts = [(-1, f"step={record['step']}/{max_iters}")]
     if record["skipped"]:
         first, last = record["skipped_range"]
         parts.append((-1, f"skipped range={first}-{last}"))
-    for name, figure in figures.items():
+    for name, metric in metrics.items():
         value = record.get(name)
         if value is not None and not (name in _SILENT_AT_ZERO and value == 0):
             process = f"@{record['slowest_rank']}" if name == "slowest_over_mean" else ""
-            parts.append((figure.rank, f"{figure.short or name}={figure.show(value)}{process}"))
+            parts.append((metric.rank, f"{metric.short or name}={metric.show(value)}{process}"))
     if record.get("corpora"):
         losses = {name: found["loss"] for name, found in record["corpora"].items()}
         text = " ".join(f"{name}={loss:.4f}" for name, loss in losses.items() if loss is not None)
@@ -96,7 +106,7 @@ def train_line(
 
 
 def legend(
-    figures: Mapping[str, Figure],
+    metrics: Mapping[str, MetricFormat],
     max_iters: int,
     corpora: Sequence[str] = (),
     width: int | None = None,
@@ -108,9 +118,9 @@ def legend(
     training lines of that width usually omit.
     """
     out = {"step": "optimizer step (from 1) / last step"}
-    for name, figure in _usually_shown(figures, max_iters, width).items():
+    for name, metric in _usually_shown(metrics, max_iters, width).items():
         if not (width and name in _SILENT_AT_ZERO):
-            out[figure.short or name] = figure.legend
+            out[metric.short or name] = metric.legend
     if not width:
         out |= dict.fromkeys(corpora, "mean loss on this corpus since the last line")
     longest = max(map(len, out))
@@ -118,22 +128,22 @@ def legend(
 
 
 def _usually_shown(
-    figures: Mapping[str, Figure], max_iters: int, width: int | None
-) -> dict[str, Figure]:
+    metrics: Mapping[str, MetricFormat], max_iters: int, width: int | None
+) -> dict[str, MetricFormat]:
     """Return the metrics that fit in `width` columns if all values have their usual widths.
 
     Counts that are usually 0 take no space.
     """
     if width is None:
-        return dict(figures)
+        return dict(metrics)
     left, shown = width - len(f"step={max_iters}/{max_iters}"), set()
-    for name, figure in sorted(figures.items(), key=lambda item: item[1].rank):
+    for name, metric in sorted(metrics.items(), key=lambda item: item[1].rank):
         if name not in _SILENT_AT_ZERO:
-            left -= len(f" {figure.short or name}=") + figure.width
-        if left < 0 <= figure.rank:
+            left -= len(f" {metric.short or name}=") + metric.width
+        if left < 0 <= metric.rank:
             break
         shown.add(name)
-    return {name: figure for name, figure in figures.items() if name in shown}
+    return {name: metric for name, metric in metrics.items() if name in shown}
 
 
 def _fitting(parts: Sequence[tuple[int, str]], width: int | None) -> list[str]:
