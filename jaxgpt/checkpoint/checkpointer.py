@@ -150,7 +150,7 @@ class Checkpoints:
         Args:
             step: the step after which `tree` was computed.
             tree: the arrays, which must satisfy the conditions of `checksums`.
-            meta: the JSON that `read_meta` describes, without the step and the checksums.
+            meta: the JSON that `read_meta` describes, without `step`, `saved` and `checksums`.
 
         Raises:
             UsageError: on every process, if an earlier save has failed, and either
@@ -165,7 +165,8 @@ class Checkpoints:
         if problem := self._cluster.broadcast(self._make_room(step, tree)):
             save.error = OSError(problem)
             return
-        meta = add_checksum({**meta, "step": step, "checksums": checksums(tree)})
+        meta = {**meta, "step": step, "saved": time.time(), "checksums": checksums(tree)}
+        meta = add_checksum(meta)
         try:
             self._save(step, tree, meta)
         except Exception as error:  # this process may be the only one that fails; see `_settle`

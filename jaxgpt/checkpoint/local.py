@@ -103,10 +103,10 @@ class LocalFolder:
                 if step in list_checkpoints(self._run):
                     self.remove(step)
                     continue
-                abandoned = ""
+                abandoned, saved = "", read_meta(self.directory, step).get("saved")
                 if step >= reached + log_interval:
                     abandoned = f"{METRICS} ends at step {reached}"
-                elif path.stat().st_mtime < newest_start:
+                elif saved is not None and saved < newest_start:
                     abandoned = "the run has since continued from an earlier step"
                 if abandoned:
                     stale = path.with_name(f"{step}.stale")
@@ -117,7 +117,6 @@ class LocalFolder:
                         f"checkpoint was renamed to {stale}"
                     )
                 else:
-                    read_meta(self.directory, step)
                     self.copy_to_run(step)
                     notes.append(f"checkpoint {step}: copied from checkpoint.local={self._folder}")
             except DamagedCheckpoint as error:

@@ -26,6 +26,7 @@ SHAPE = {
     "data_fingerprint": [(str, str)], "tokenizer": dict | None, "jax": str, "source?": str,
     "corpus_tokens?": {str: int}, "spike_state?": dict, "init_from?": (str, int),
     "failure?": str,  # why the run failed at this step; missing if it did not fail
+    "saved?": float,  # Unix time on process 0
 }  # fmt: skip
 # Additional keys in a run's checkpoints. `batch_sizes` has the format of `BatchSizes.changes`.
 RUN_SHAPE = {"mesh": str, "processes": int, "batch_sizes": [(int, int)]}
@@ -181,7 +182,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
         raise UsageError(
             f"step {step}: {run} has no such checkpoint; choose from {', '.join(map(str, steps))}"
         )
-    return steps[steps.index(step)]  # an int, even if `step` is a NumPy integer
+    return int(step)  # `step` may be a NumPy integer
 
 
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:

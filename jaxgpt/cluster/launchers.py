@@ -107,11 +107,11 @@ def place_processes(
         known = _default_per_host(machine, environ)
         per_host, reason = known or (1, NO_ACCELERATORS)
         if slots is not None and (known is None or slots < per_host):
-            per_host, reason = slots, f"{named_by} has {slots} slots per host"
+            per_host, reason = slots, f"the slots per host in {named_by}"
         option = reason
     if slots is not None and per_host > slots:
         raise UsageError(
-            f"{option}: {per_host} processes per host, but {named_by} has {slots} slots; give "
+            f"{option}: {per_host} processes per host, but {named_by} allows only {slots}; give "
             "fewer, or request more slots from the scheduler (PBS: mpiprocs)"
         )
     if machine and per_host > machine.devices_per_host and _wants_accelerators(environ):
@@ -121,9 +121,10 @@ def place_processes(
         )
     n = n or per_host * len(hosts)
     if n > per_host * len(hosts) or (n > per_host and n % per_host):
+        on = f"on the {len(hosts)} hosts of {named_by}" if len(hosts) > 1 else "on one host"
         raise UsageError(
             f"-n={n}: must be a multiple of --ppn={per_host}, and at most "
-            f"{per_host * len(hosts)} on the {len(hosts)} hosts of {named_by}"
+            f"{per_host * len(hosts)} {on}"
         )
     per_host = min(n, per_host)
     used = tuple(hosts)[: n // per_host]

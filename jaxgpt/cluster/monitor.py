@@ -6,7 +6,7 @@ one line of JSON:
 
     ["beat", number, activity, overdue, words]  Both ways: I am alive and have made this progress.
     ["gather", value]     To process 0: this is my value for a collective.
-    ["gathered", values]  From process 0: these are the values of all processes.
+    ["combined", result]  From process 0: this is the collective's result.
     ["failed", status]    To process 0: I have an error to report.
     ["report"]            From process 0: your error came first, so print it and exit.
     ["end", status]       From process 0: the job's failure has been reported, so exit.
@@ -97,8 +97,10 @@ class Monitor:
         self._progress, self._words = Progress(), ""
         self._allowed = self._spent = 0.0  # time limit and elapsed time of the current activity
         self._peers: dict[int, Peer] = {}
-        self._parts: dict[int, Any] = {}  # on process 0: values of the current collective
-        self._gathered: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+        # On process 0, values of the current collective, and the function that combines them.
+        self._parts: dict[int, Any] = {}
+        self._combine: Callable[[list[Any]], Any] = list
+        self._combined: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._report = "", FAILED  # printed if this process is chosen to report
         self._is_announcing = self._is_failing = self._is_decided = False
         self._main_left = False  # whether process 0 has left the job without an error
@@ -130,19 +132,22 @@ class Monitor:
         meeting = self._accept(connection, timeout) if rank == 0 else self._join(connection)
         asyncio.run_coroutine_threadsafe(meeting, self._loop).result()
 
-    def allgather(self, value: Any) -> list[Any]:
-        """Return the `value` (any JSON value) of each process, in rank order.
+    def combine(self, value: Any, function: Callable[[list[Any]], Any]) -> Any:
+        """Return `function(values)`, where `values` has each process's value in rank order.
 
-        If there are several processes, the values are converted to JSON and back, so tuples become
-        lists. All processes must call this.
+        Only process 0 calls `function`, which must not raise errors, and sends the result to the
+        other processes. All values and the result must be JSON values. If there are several
+        processes, they are converted to JSON and back, so tuples become lists. All processes must
+        call this.
         """
         if self.size == 1:
-            return [value]
+            return function([value])
         if self.rank == 0:
+            self._combine = function
             self._loop.call_soon_threadsafe(self._contribute, 0, value)
         else:
             self._loop.call_soon_threadsafe(self._peers[0].send, "gather", value)
-        return self._gathered.get()
+        return self._combined.get()
 
     def heartbeat(self, activity: str, min_seconds: float = 0.0) -> None:
         """Report the start of `activity`.
@@ -326,8 +331,8 @@ class Monitor:
                 self.received |= {rank: words} if words else {}
             case ["gather", value]:
                 self._contribute(rank, value)
-            case ["gathered", values]:
-                self._gathered.put(values)
+            case ["combined", result]:
+                self._combined.put(result)
             case ["failed", status]:
                 self._tasks.create_task(self._end_all(rank, status, SETTLE))
             case ["report"]:
@@ -338,25 +343,27 @@ class Monitor:
                 self._note_hang()
 
     def _contribute(self, rank: int, value: Any) -> None:
-        """Record a process's value for a gather. When all have arrived, send them to each process.
+        """Record a process's value for a collective. If all have arrived, send out the result.
 
         Only process 0 calls this.
         """
         self._parts[rank] = value
         if len(self._parts) == self.size:
-            answer = encode("gathered", [value for _, value in sorted(self._parts.items())])
+            values = [value for _, value in sorted(self._parts.items())]
+            answer = encode("combined", self._combine(values))
             self._parts.clear()
             for peer in self._peers.values():
                 peer.writer.write(answer)
-            self._gathered.put(json.loads(answer)[1])
+            self._combined.put(json.loads(answer)[1])
 
     # Hang detection. The clocks advance at each heartbeat, so they stop if this process is stopped.
 
     def _announce(self) -> None:
         """Send a heartbeat to all peers."""
         self._is_announcing = False
+        line = encode("beat", *self._own_progress(), self._words)
         for peer in self._peers.values():
-            peer.send("beat", *self._known()[self.rank], self._words)
+            peer.writer.write(line)
 
     async def _beat(self) -> None:
         while True:
@@ -368,11 +375,14 @@ class Monitor:
             if self._limit is not None and not self._is_failing:
                 await self._look_for_hang(self._limit)
 
+    def _own_progress(self) -> Progress:
+        is_overdue = self._progress.number > 0 and self._spent > self._allowed
+        return self._progress._replace(is_overdue=is_overdue)
+
     def _known(self) -> dict[int, Progress]:
         """Return the progress of this process and the last known progress of its peers."""
-        is_overdue = self._progress.number > 0 and self._spent > self._allowed
         known = {rank: peer.progress for rank, peer in self._peers.items()}
-        return known | {self.rank: self._progress._replace(is_overdue=is_overdue)}
+        return known | {self.rank: self._own_progress()}
 
     def _silent(self, seconds: float) -> list[int]:
         return [rank for rank, peer in self._peers.items() if peer.silence > seconds]
@@ -475,10 +485,10 @@ class Monitor:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
-            if os.path.isdir(folder):
+            with contextlib.suppress(OSError):
                 arrived = {int(file.name) for file in folder.iterdir()}
-            if launch.rank > min(arrived, default=0):
-                await asyncio.sleep(ANSWER)  # the lowest rank reports and exits first
+            # The lowest rank reports and exits first, but not before all have listed the folder.
+            await asyncio.sleep(ANSWER if launch.rank > min(arrived, default=0) else SETTLE)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         missing = set(range(launch.size or 0)) - arrived if arrived else ()

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import operator
 import os
 import platform
 import socket
@@ -77,7 +78,7 @@ class ProcessGroup:
 
         All processes must call this.
         """
-        return self.allgather(value if self.is_main else None)[0]
+        return self.combine(value if self.is_main else None, operator.itemgetter(0))
 
     def allgather(self, value: Any) -> list[Any]:
         """Return the `value` (any JSON value) of each process, in rank order.
@@ -85,14 +86,22 @@ class ProcessGroup:
         If there are several processes, the values are converted to JSON and back, so tuples become
         lists. All processes must call this.
         """
-        return self.monitor.allgather(value)
+        return self.combine(value, list)
+
+    def combine(self, value: Any, function: Callable[[list[Any]], Any]) -> Any:
+        """Return `function(values)`, where `values` is the list that `allgather` returns.
+
+        This sends only the result to every process, so it scales better than `allgather`. Only
+        process 0 calls `function`, which must not raise errors. All processes must call this.
+        """
+        return self.monitor.combine(value, function)
 
     def barrier(self) -> None:
         """Wait until all processes have called this.
 
         Call this before JAX's first collective, because Gloo waits only 30 s.
         """
-        self.allgather(None)
+        self.combine(None, lambda values: None)
 
     def raise_if_any(self, error: str | None) -> None:
         """If any process has an error, raise `UsageError` on all processes.
@@ -101,8 +110,9 @@ class ProcessGroup:
         processes have errors, the message from the lowest rank is used. All processes must call
         this.
         """
-        if found := [e for e in self.allgather(error) if e]:
-            raise UsageError(*found[0].splitlines())
+        first = self.combine(error, lambda errors: next(filter(None, errors), None))
+        if first:
+            raise UsageError(*first.splitlines())
 
     def run_on_all(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function` on every process, and return this process's result.
@@ -120,8 +130,11 @@ class ProcessGroup:
 
         All processes raise any `UsageError` that the call raises. All processes must call this.
         """
-        own = function if self.is_main else lambda *_: None
-        return self.broadcast(self.run_on_all(own, *arguments))
+        own = catch_usage_error(function, *arguments) if self.is_main else (None, None)
+        result, error = self.combine(own, operator.itemgetter(0))
+        if error:
+            raise UsageError(*error.splitlines())
+        return result
 
 
 def catch_usage_error(function: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
@@ -195,7 +208,7 @@ def join_process_group(
     if connection is not None:
         raise_open_file_limit(size + 100)  # process 0 has a connection to each process
         monitor.connect(rank, size, connection, timeout)
-    places = [tuple(place) for place in monitor.allgather(_host_identity())]
+    places = [tuple(place) for place in monitor.combine(_host_identity(), list)]
     first = {place: rank for rank, place in reversed(list(enumerate(places)))}
     hosts = tuple(first[place] for place in places)
     monitor.host_names = tuple(name for name, _ in places)

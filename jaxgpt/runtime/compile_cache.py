@@ -37,6 +37,8 @@ def use_compile_cache(directory: str, cluster: ProcessGroup) -> str:
     source = "compile_cache"
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         source, directory = "JAX_COMPILATION_CACHE_DIR", chosen
+    if "://" in directory:
+        return f"warning: {source}={directory}: is not a folder; compiling without a cache"
     folder = Path(os.path.expanduser(directory)) / _cpu_signature()
     on_cpu = jax.default_backend() == "cpu"
     # On GPUs, all processes take part in autotuning. A process with a cache miss would wait for

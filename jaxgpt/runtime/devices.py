@@ -48,6 +48,22 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     return devices_per_process(shape, cluster.size)
 
 
+def agree_on_accelerators(cluster: ProcessGroup) -> bool:
+    """Return whether accelerators are expected, which must be the same on all processes.
+
+    All processes must call this. Raises `UsageError` on all processes if the answers differ, for
+    example because the accelerators of one host have failed.
+    """
+    answers = cluster.allgather(accelerator_expected())
+    if len(set(answers)) > 1:
+        without = {name for name, has in zip(cluster.host_names, answers, strict=True) if not has}
+        raise UsageError(
+            f"hosts {', '.join(sorted(without))}: no accelerators are visible there, but other "
+            "hosts have some; exclude these hosts, or set JAX_PLATFORMS=cpu for all processes"
+        )
+    return answers[0]
+
+
 def local_device_ids(cluster: ProcessGroup) -> list[int] | None:
     """Return the indices of this process's share of the visible accelerators, or None to use all.
 
@@ -103,11 +119,11 @@ def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
     devices. If the mesh contains -1, the estimate is the total number of devices of all processes.
     In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or if the mesh is
     too large. A process that sees at most one accelerator counts as one device, even if JAX finds
-    more. All processes must call this.
+    more. All processes must call this. Raises the errors of `agree_on_accelerators`.
     """
     if shape.is_filled:
         return shape.n_devices
-    if not accelerator_expected():
+    if not agree_on_accelerators(cluster):
         return cpu_devices_per_process(shape, cluster) * cluster.size
     seen, n_sharing, _ = _visible_accelerators(cluster)
     own = len(seen) // n_sharing if len(seen) > 1 else 1

@@ -12,13 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgpt.cluster.environment import COORDINATOR, check_address
-from jaxgpt.cluster.hardware import accelerator_expected, visible_devices
+from jaxgpt.cluster.hardware import visible_devices
 from jaxgpt.cluster.hosts import HOST_FILES, address_towards
 from jaxgpt.cluster.launch_line import launch_line
 from jaxgpt.cluster.process_group import ProcessGroup, connect_to_rank0, own_host
 from jaxgpt.config import MeshShape, UsageError
 from jaxgpt.runtime.allocator import keep_freed_memory, reserve_gpu_memory
-from jaxgpt.runtime.devices import cpu_devices_per_process, local_device_ids
+from jaxgpt.runtime.devices import (
+    agree_on_accelerators,
+    cpu_devices_per_process,
+    local_device_ids,
+)
 from jaxgpt.runtime.jax_internals import set_gloo_hostname
 from jaxgpt.runtime.xla_flags import CPU_COLLECTIVES, add_xla_flags
 
@@ -71,11 +75,11 @@ def initialize_jax(
         PeerLost: on processes that cannot reach the coordinator.
         OSError: if this host has no route to the coordinator or to another host.
         RuntimeError: if `jax.distributed` cannot start, for example because its port is in use.
-        UsageError: if the devices do not start, if accelerators are expected but JAX finds only
-            CPUs, if there are more processes than accelerators, or if JAXGPT_COORDINATOR,
-            JAX_PLATFORMS or XLA_FLAGS is invalid. On CPUs, also if JAX_NUM_CPU_DEVICES is invalid,
-            if the mesh does not fit the number of processes, or if JAX has already started with too
-            few devices.
+        UsageError: if only some hosts have accelerators, if the devices do not start, if
+            accelerators are expected but JAX finds only CPUs, if there are more processes than
+            accelerators, or if JAXGPT_COORDINATOR, JAX_PLATFORMS or XLA_FLAGS is invalid. On CPUs,
+            also if JAX_NUM_CPU_DEVICES is invalid, if the mesh does not fit the number of
+            processes, or if JAX has already started with too few devices.
         ValueError: if JAX rejects another of its environment variables.
 
     XLA terminates the process if XLA_FLAGS contains an unknown flag, or if the processes do not
@@ -85,7 +89,7 @@ def initialize_jax(
     add_xla_flags(*CPU_COLLECTIVES)
     notes = list(cluster.notes)
     cpu_devices = None
-    if accelerator_expected():
+    if agree_on_accelerators(cluster):
         notes += reserve_gpu_memory()
     else:
         cpu_devices = cpu_devices_per_process(shape, cluster)

@@ -91,9 +91,9 @@ def restart_from(
             if older is None:
                 raise
             damaged[checkpoint], checkpoint = error.reason, older
-    rewind = cause.rewind or pending_rewind(run.directory)
 
-    def commit() -> list[dict[str, str]]:
+    def commit() -> tuple[dict[str, Any] | None, list[dict[str, str]]]:
+        rewind = cause.rewind or pending_rewind(run.directory)
         if rewind is None:
             for step in list_checkpoints(run.directory):
                 if step > (checkpoint or 0):  # otherwise, the run would continue from this one
@@ -102,9 +102,9 @@ def restart_from(
         if rewind is not None:
             commit_rewind(run.directory, rewind, checkpoint or 0)
         job.checkpoints.remove_local_after(checkpoint or 0)
-        return found
+        return rewind, found
 
-    quarantined = job.cluster.run_on_main(commit)
+    rewind, quarantined = job.cluster.run_on_main(commit)
     records: list[Record] = [DamageRecord(step=checkpoint or 0, **one) for one in quarantined]
     if cause.record is not None:
         records.append(dataclasses.replace(cause.record, step=checkpoint or 0))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +36,16 @@ with job_exit_handler():
 """
 HERE = rf"on host {socket.gethostname()}"
 WAIT = "time.sleep(60)"
+
+
+def test_a_heartbeat_is_encoded_once_for_all_peers(monkeypatch):
+    encoded, sent, encode = [], [], monitor.encode
+    monkeypatch.setattr(monitor, "encode", lambda *m: encoded.append(m) or encode(*m))
+    alone = Monitor()
+    writer = SimpleNamespace(write=sent.append)
+    alone._peers = {rank: monitor.Peer(writer) for rank in range(1, 1001)}
+    alone._announce()
+    assert len(encoded) == 1 and sent == 1000 * [encode("beat", 0, "the start", False, "")]
 
 
 def free_address():

@@ -153,8 +153,8 @@ def test_a_closed_group_gives_up_what_it_held():
 
 def test_what_one_process_finds_wrong_stops_all():
     class Three(Monitor):
-        def allgather(self, value):
-            return [value, "second", "third"]
+        def combine(self, value, function):
+            return function([value, "second", "third"])
 
     with pytest.raises(UsageError, match="second"):
         ProcessGroup("test", size=3, monitor=Three()).raise_if_any(None)

@@ -68,9 +68,11 @@ class Mates(Monitor):
         super().__init__()
         self.size, self.others = size, others
 
-    def allgather(self, value):
+    def combine(self, value, function):
+        if isinstance(value, bool):  # whether accelerators are expected
+            return function([value] * self.size)
         others, self.others = self.others or value, None
-        return [value] + [others] * (self.size - 1)
+        return function([value] + [others] * (self.size - 1))
 
 
 def cluster_of(local_rank, local_size, others=None):
@@ -167,7 +169,7 @@ def test_on_aurora_each_process_sees_its_own_tile(monkeypatch):
 
 def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
     """JAX logs why it cannot start a plugin and continues with CPUs."""
-    monkeypatch.setattr(backend, "accelerator_expected", lambda: True)
+    monkeypatch.setattr(own, "accelerator_expected", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(backend, "reserve_gpu_memory", lambda: [])
@@ -176,6 +178,18 @@ def test_a_plugin_that_gives_no_devices_is_not_passed_over(monkeypatch):
     ):
         backend.initialize_jax(cluster_of(0, 1), MeshShape())
     assert backend.initialize_jax(cluster_of(0, 1), MeshShape(), allow_cpu=True)["devices"]
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(-1), MeshShape(2)])
+def test_a_host_without_the_accelerators_of_the_others_is_named(mesh, monkeypatch):
+    class OneWithout(Monitor):
+        def combine(self, value, function):
+            return function([True, False])
+
+    names = {"hosts": (0, 1), "host_names": ("n1", "n2")}
+    cluster = ProcessGroup("test", size=2, monitor=OneWithout(), **names)
+    with pytest.raises(UsageError, match="^hosts n2: no accelerators are visible there, but"):
+        backend.initialize_jax(cluster, mesh)
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):

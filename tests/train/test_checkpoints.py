@@ -131,7 +131,7 @@ def test_a_run_that_failed_at_its_last_step_fails_again(tmp_path):
 def test_a_job_saves_by_the_clock(tmp_path, monkeypatch):
     """With 100 s per step, a log line every 2 steps and 9 minutes, it saves every 600 s."""
     now = [0.0]
-    clocks = {"perf_counter": time.perf_counter, "monotonic": lambda: now[0]}
+    clocks = {"perf_counter": time.perf_counter, "time": time.time, "monotonic": lambda: now[0]}
     monkeypatch.setattr(checkpointer, "time", SimpleNamespace(**clocks))
 
     def is_due(self, step):

@@ -25,10 +25,11 @@ def test_the_weight_decay_line_leaves_out_padding_of_the_vocabulary(tmp_path):
 def test_the_settings_are_in_lines_that_fit_on_a_screen(tmp_path):
     train_here(*SMALL, *ONE, "train.max_iters=1", "--out", tmp_path)
     lines = [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()]
-    shown = [line for line in lines if re.match(r"(model|train): \w+=", line)]
+    shown = [line for line in lines if re.match(r"(settings|model|train): \w+=", line)]
     assert len(shown) > 2 and max(map(len, shown)) < 120
     config = dataclasses.asdict(config_from_file(tmp_path / "config.yaml"))
-    for section in "model", "train":
+    config["settings"] = {k: v for k, v in config.items() if not isinstance(v, dict)}
+    for section in "settings", "model", "train":
         text = " ".join(line.partition(": ")[2] for line in shown if line.startswith(section))
         assert text == " ".join(f"{key}={value!r}" for key, value in config[section].items())
 

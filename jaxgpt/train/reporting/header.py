@@ -36,6 +36,9 @@ def header_lines(
     found = jax.tree.leaves(weights(config.model))
     decayed = [w.n_parameters for w in found if w.is_decayed]
     kept = [w.n_parameters for w in found if not w.is_decayed]
+    values = dataclasses.asdict(config)
+    sections = {"settings": {k: v for k, v in values.items() if not isinstance(v, dict)}}
+    sections |= {k: v for k, v in values.items() if isinstance(v, dict)}
     detected = "never" if spike.action == "off" else f"after the first {spike.window} steps"
     return [
         f"jaxgpt {__version__}, run directory {run.directory}",
@@ -43,8 +46,7 @@ def header_lines(
         *run.notes,
         *(
             f"{name}: {line}"
-            for name, section in dataclasses.asdict(config).items()
-            if isinstance(section, dict)
+            for name, section in sections.items()
             for line in textwrap.wrap(
                 " ".join(f"{key}={value!r}" for key, value in section.items()),
                 SETTINGS_WIDTH,

@@ -409,9 +409,10 @@ class Reporter:
         self._console.close()
 
     def _first_step_done(self, step: int) -> None:
-        reports = self._cluster.allgather(startup_report(self.clock, self.compile_cache))
+        own = startup_report(self.clock, self.compile_cache)
+        of_all = self._cluster.combine(own, summary)
         if self._trackers is not None:
-            found = {"model": self._model, **summary(reports)}
+            found = {"model": self._model, **of_all}
             self._trackers.log(StartupRecord(step=step, values=startup_values(found)))
             path = self._run.directory / "startup.json"
             atomic_write_text(path, json.dumps(found, indent=1) + "\n")
@@ -432,18 +433,18 @@ def chosen_metrics(config: Config, n_processes: int) -> dict[str, MetricFormat]:
     Metrics in train.log_columns have rank -1. A run with a single process has no
     `slowest_over_mean`. Raises `UsageError` if train.log_columns contains an unknown name.
     """
-    figures = {name: m.format for name, m in STEP_METRICS.items()} | HOST_METRICS
-    names = {figure.short or name: name for name, figure in figures.items()}
+    metrics = {name: m.format for name, m in STEP_METRICS.items()} | HOST_METRICS
+    names = {metric.short or name: name for name, metric in metrics.items()}
     for column in config.train.log_columns:
         name = names.get(column, column)
-        if name not in figures:
+        if name not in metrics:
             raise UsageError(
                 f"train.log_columns={column}: unknown column; choose from {', '.join(names)}"
             )
-        figures[name] = figures[name]._replace(rank=-1)
+        metrics[name] = metrics[name]._replace(rank=-1)
     if n_processes == 1:
-        del figures["slowest_over_mean"]
-    return figures
+        del metrics["slowest_over_mean"]
+    return metrics
 
 
 def _data_line(sizes: BatchSizes, step: int) -> str:
