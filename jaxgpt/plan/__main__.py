@@ -33,6 +33,7 @@ from jaxgpt.runtime.xla_flags import QUICK_FUSIONS, add_xla_flags
 from jaxgpt.train.init_from import initial_model
 
 MAX_DEVICES = 2**16
+MICROBATCHES = "train.gradient_accumulation_steps"
 
 
 def parser() -> CommandParser:
@@ -72,10 +73,17 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     device, or if --advise finds no mesh. Also raises whatever `parse_args`, `with_vocabulary`,
     `add_xla_flags`, `measured_peak` and `compile_step` raise.
     """
-    device = DEVICES[arguments.device]
-    config = parse_args(rest, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
+    device, inherits = DEVICES[arguments.device], True
+    if arguments.advise is not None:
+        _check_advise(arguments.advise, rest)
+    try:
+        config = _parse(rest)
+    except UsageError as error:
+        if arguments.advise is None or not str(error).startswith(f"{MICROBATCHES}="):
+            raise
+        config, inherits = _parse([*rest, f"{MICROBATCHES}=1"]), False
     config = with_vocabulary(config)
-    n_devices = _number_of_devices(config, arguments.advise, rest)
+    n_devices = _number_of_devices(config) if arguments.advise is None else arguments.advise
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
     if arguments.advise is None:
         shape = mesh_shape(config, n_devices)
@@ -110,48 +118,62 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
             f"--advise={n_devices}: no mesh that the search can choose works with "
             f"train.batch_size={config.train.batch_size}; make it a multiple of {n_devices}"
         )
+    # The settings have an invalid number of microbatches, so every layout must set another number.
+    always = () if inherits else (MICROBATCHES,)
     if arguments.json:
         advice = [
-            {"options": train_options(plan, config), "reason": reason(plan)} | plan.summary()
+            {"options": train_options(plan, config, always), "reason": reason(plan)}
+            | plan.summary()
             for plan in found.plans
         ]
         job = {"device": device.name, "devices": n_devices, "devices_per_host": per_host}
         return json.dumps(job | {"advice": advice}, indent=1)
-    return advice_report(found, config)
+    return advice_report(found, config, always)
 
 
-def _number_of_devices(config: Config, advise: int | None, rest: list[str]) -> int:
-    """Return the value of --advise, or the number of devices in the mesh if --advise is not given.
+def _parse(settings: list[str]) -> Config:
+    return parse_args(settings, "python -m jaxgpt.plan", initial_model, choices=CHOICES)
 
-    A mesh axis of size -1 counts as 1.
+
+def _check_advise(n_devices: int, rest: list[str]) -> None:
+    """Check the value of --advise, and that `rest` leaves the layout to the search.
 
     Raises:
-        UsageError: if there are too many devices, if parallel.mesh does not fit the model, or if
-            `rest` has an option that --advise chooses, also as another program's flag (but not as
-            nanoGPT's --gradient_accumulation_steps, which mainly sets the batch size).
+        UsageError: if there are too many devices, or if `rest` has an option that --advise chooses,
+            also as another program's flag (but not as nanoGPT's --gradient_accumulation_steps,
+            which mainly sets the batch size).
     """
-    shape = mesh_shape(config)
     from jaxgpt.plan.advise import CHOSEN  # imports JAX
-    from jaxgpt.plan.program import with_fewer_replicas
 
-    if advise is None:
-        _, simulated = with_fewer_replicas(config, shape)
-        if simulated.n_devices > MAX_CPU_DEVICES:
-            raise UsageError(
-                f"parallel.mesh={shape}: even with fewer replicas ({simulated}), it would need "
-                f"{simulated.n_devices} simulated devices; the limit is {MAX_CPU_DEVICES}; choose "
-                "a larger data axis"
-            )
-        return shape.n_devices
     line = translate(rest, presets())
     given = [line.shown[key] for key in ("parallel.mesh", *CHOSEN) if key in line.shown]
     given += [argument for flags in line.axes.values() for argument in flags.values()]
     if given:
         words = ", ".join(dict.fromkeys(given))  # a flag may set several keys
         raise UsageError(f"{words}: --advise chooses the layout; remove one or the other")
-    if advise > MAX_DEVICES:
-        raise UsageError(f"--advise={advise}: must be at most {MAX_DEVICES}; choose fewer devices")
-    return advise
+    if n_devices > MAX_DEVICES:
+        raise UsageError(
+            f"--advise={n_devices}: must be at most {MAX_DEVICES}; choose fewer devices"
+        )
+
+
+def _number_of_devices(config: Config) -> int:
+    """Return the number of devices in the mesh. A mesh axis of size -1 counts as 1.
+
+    Raises:
+        UsageError: if there are too many devices, or if parallel.mesh does not fit the model.
+    """
+    from jaxgpt.plan.program import with_fewer_replicas  # imports JAX
+
+    shape = mesh_shape(config)
+    _, simulated = with_fewer_replicas(config, shape)
+    if simulated.n_devices > MAX_CPU_DEVICES:
+        raise UsageError(
+            f"parallel.mesh={shape}: even with fewer replicas ({simulated}), it would need "
+            f"{simulated.n_devices} simulated devices; the limit is {MAX_CPU_DEVICES}; choose "
+            "a larger data axis"
+        )
+    return shape.n_devices
 
 
 def devices_per_host(given: int | None, device: Device, n_devices: int) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from jaxgpt.config import Config, MeshShape, UsageError, check_batch, mesh_shape
@@ -244,17 +244,17 @@ def _ranked(plans: Iterable[Plan]) -> Iterator[Plan]:
     yield from sorted(too_large, key=lambda plan: (not plan.is_complete, plan.memory.total))
 
 
-def train_options(plan: Plan, given: Config) -> str:
+def train_options(plan: Plan, given: Config, always: Collection[str] = ()) -> str:
     """Return the command-line options that select this layout if they are added to `given`.
 
-    The options are --mesh and the settings in `CHOSEN` that differ from `given`. All other settings
-    of `plan.config` must be the same as in `given`.
+    The options are --mesh, and the settings in `CHOSEN` that differ from `given` or are listed in
+    `always`. All other settings of `plan.config` must be the same as in `given`.
     """
     words = [f"--mesh {plan.mesh}"]
     for key in CHOSEN:
         section, _, name = key.partition(".")
         value = getattr(getattr(plan.config, section), name)
-        if value != getattr(getattr(given, section), name):
+        if key in always or value != getattr(getattr(given, section), name):
             words.append(f"{key}={value}")
     return " ".join(words)
 

@@ -1,6 +1,6 @@
 """Plans and advice, formatted as text for the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.table import Column
 
@@ -140,11 +140,12 @@ def _time(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def advice_report(advice: Advice, given: Config) -> str:
+def advice_report(advice: Advice, given: Config, always: Collection[str] = ()) -> str:
     """Return text with a table of the best layouts, the warnings, and the first layout's options.
 
     `advice` comes from `search_layouts`, and must contain at least one layout. `given` holds the
-    command-line settings. Options that `given` already contains are left out, except --mesh.
+    command-line settings. Options that `given` already contains are left out, except --mesh and
+    the settings in `always`.
     """
     rows = []
     for plan in advice.plans:
@@ -178,11 +179,11 @@ def advice_report(advice: Advice, given: Config) -> str:
             why = "pure data parallelism comes first, because it is the simplest"
         lines.append(f"the first layout is not the fastest: {why}")
     if best.fits:
-        lines.append(f"use {train_options(best, given)}: {reason(best)}")
+        lines.append(f"use {train_options(best, given, always)}: {reason(best)}")
     else:
         lines.append(
             f"none of these layouts fits on {best.mesh.n_devices} x {best.device.name} with "
             f"{format_bytes(best.device.memory or best.capacity)} each; the best is "
-            f"{train_options(best, given)}: {reason(best)}; use more devices"
+            f"{train_options(best, given, always)}: {reason(best)}; use more devices"
         )
     return "\n".join(lines)

@@ -310,6 +310,16 @@ def test_a_batch_that_no_mesh_shares_out_is_refused():
     assert job.returncode == 2 and re.search(words, job.stdout, re.MULTILINE), job.stdout
 
 
+def test_advice_replaces_a_number_of_microbatches_that_does_not_divide_the_batch():
+    """The preset's 5 microbatches do not divide 48 rows."""
+    settings = ("train.batch_size=48", "model.n_layer=2", "model.n_embd=128", "model.n_head=2")
+    job = run("plan", "--config", "gpt2", "--device", "a100", "--advise", 2, *settings)
+    assert job.returncode == 0, job.stdout
+    options = re.search(r"^use (--mesh .*?): ", job.stdout, re.MULTILINE)[1].split()
+    config = load_config("gpt2", *settings, *options)
+    assert config.train.gradient_accumulation_steps == 1 and mesh_shape(config).n_devices == 2
+
+
 def test_a_plan_that_does_not_fit_is_printed_even_if_the_search_considers_no_mesh():
     """Slices of 256 tokens are shorter than `MIN_SLICE`, and 8 stages need 8 layers."""
     job = run(
