@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
-from jaxgpt.cluster.environment import find_launch
 from jaxgpt.cluster.launchers import find_mpiexec
 from jaxgpt.config import UsageError, parse_args, skip_ranges
+from jaxgpt.doctor.launcher import check_no_launcher
 from jaxgpt.train.init_from import initial_model
 
 IMPORTS = "import jax, flax.nnx, optax"
@@ -46,12 +46,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
     if any(first == 1 for first, _ in skip_ranges(config)):
         given = " ".join(map(str, config.train_range_to_skip))
         raise UsageError(f"train_range_to_skip={given}: skips step 1, which bench startup measures")
-    launch = find_launch(os.environ)
-    if launch.through is not None:  # the commands would inherit the launcher's variables
-        raise UsageError(
-            f"{launch.variable}: is set by a launcher; run bench startup without one, and use "
-            "--processes N"
-        )
+    check_no_launcher("run bench startup without one, and use --processes N")
     launcher = [find_mpiexec(), "-n", str(processes)] if processes else []
     train = [*launcher, sys.executable, "-m", "jaxgpt.train", *settings, *ONE_STEP]
     imports = [sys.executable, "-c", IMPORTS]

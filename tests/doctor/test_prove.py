@@ -227,6 +227,16 @@ def test_bad_input_is_answered_with_a_sentence(tmp_path, words, said):
     assert not (tmp_path / "out").exists()
 
 
+def test_prove_refuses_to_run_under_a_launcher(tmp_path):
+    """Each process would run every check, and all would write to the same folder."""
+    found = prove(tmp_path / "out", "facts", PMI_RANK="0", PMI_SIZE="2")
+    assert found.returncode == 2
+    assert found.stdout == (
+        "error: PMI_RANK=0: is set by a launcher; run prove without one; it uses a single process\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_goal_is_met_only_by_a_number_on_its_side():
     rows = [row("ratio", value, "x", at_least=1.5) for value in (1.5, 1.49, None)]
     rows += [row("error", value, at_most=0.02) for value in (0.02, 0.021, math.nan)]

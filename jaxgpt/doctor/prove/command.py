@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from jaxgpt import __version__
 from jaxgpt.cluster import shutdown
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
+from jaxgpt.doctor.launcher import check_no_launcher
 from jaxgpt.doctor.prove.checks import CHECKS, ab_check
 from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
@@ -68,6 +69,7 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str]) -> NoReturn:
     with shutdown.job_exit_handler():
         given = parser().parse_args(argv)
+        check_no_launcher("run prove without one; it uses a single process")
         names = dict.fromkeys(map(_short, CHECKS))
         if unknown := [name for name in given.only if name not in names]:
             raise UsageError(f"{unknown[0]}: is not a check; choose from {', '.join(names)}")
