@@ -16,6 +16,7 @@ _PACKAGE = Path(__file__).parents[1]
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot"}
 # Targets of custom calls to vendor libraries: cuBLAS, cuDNN, oneDNN and the ROCm libraries.
 _PRODUCT_TARGET = re.compile(r"gemm|matmul|conv|\$lt\$", re.IGNORECASE)
+_ATTENTION_FILES = ("kernels/attention.py", "parallel/ring.py")
 _ATTENTION_TARGET = re.compile(r"fmha|attention", re.IGNORECASE)
 _MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
 _MOVES |= {"pad", "reverse", "gather"}
@@ -189,7 +190,7 @@ def _in_attention(instruction: Instruction, program: HloProgram) -> bool:
     stack = program.stack(instruction)
     if not stack and "lhs_batch_dims=" in instruction.arguments:
         return True  # XLA dropped the source, but only attention has batched matmuls
-    return any(file.endswith("kernels/attention.py") for file, _, _ in stack)
+    return any(file.endswith(_ATTENTION_FILES) for file, _, _ in stack)
 
 
 def _source(instruction: Instruction, program: HloProgram) -> str:

@@ -12,7 +12,7 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.kernels.attention import TokenPositions, xla_attention
 from jaxgpt.perf.clock import Clock
-from jaxgpt.perf.hlo import Operation, parse_hlo, read_operations
+from jaxgpt.perf.hlo import Operation, is_product, parse_hlo, read_operations
 from jaxgpt.perf.profile import Event, StepProfile, Tracing, describe, report, summary
 
 N_STEPS = 3
@@ -84,16 +84,32 @@ def test_operations_are_told_apart_by_what_they_are_for(profile):
     assert profile["categories"]["matmul"] > profile["categories"]["attention"] > 0
 
 
-def test_a_model_s_operations_are_found_in_its_source():
+def compiled_step(mesh, *settings):
+    """Return the HLO of a small model's training step."""
     from jaxgpt.parallel.mesh import make_mesh
     from jaxgpt.train.compiled import make_steps
 
     config = load_config(
         "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16",
-        "model.vocab_size=64", "train.batch_size=8",
+        "model.vocab_size=64", "train.batch_size=8", *settings,
     )  # fmt: skip
-    steps = make_steps(config, make_mesh(MeshShape(2, 2, 2)))
-    hlo = steps.lower_train_step().compile().as_text()
+    return make_steps(config, make_mesh(mesh)).lower_train_step().compile().as_text()
+
+
+def test_ring_attention_counts_as_attention():
+    program = parse_hlo(compiled_step(MeshShape(4, context=2), "parallel.context_impl=ring"))
+    operations = read_operations(program)
+    in_ring = [
+        operations[name].category
+        for name, instruction in program.instructions.items()
+        if is_product(instruction)
+        and any(file.endswith("parallel/ring.py") for file, _, _ in program.stack(instruction))
+    ]
+    assert set(in_ring) == {"attention"}
+
+
+def test_a_model_s_operations_are_found_in_its_source():
+    hlo = compiled_step(MeshShape(2, 2, 2))
     operations = read_operations(parse_hlo(hlo))
     sources = {}
     for op in operations.values():
