@@ -5,6 +5,7 @@ A cold start compiles everything. A warm start uses the compile cache that a col
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
                 cache = str(job.folder / f"compiled-{number}")
                 _run_command([*train, "--out", str(out)], JAX_COMPILATION_CACHE_DIR=cache)
                 found.append(json.loads((out / "startup.json").read_text()))
+                shutil.rmtree(out)  # with the checkpoint that the run saved at its end
     values = {"settings": list(settings), "processes": processes or 1, "runs": runs}
     values |= {kind: Value(medians(found), "s") for kind, found in starts.items()}
     ratios = [w["total"]["max"] / a for w, a in zip(starts["warm"], alone, strict=True)]

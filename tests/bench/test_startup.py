@@ -2,9 +2,13 @@
 
 import json
 import math
+import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from jaxgpt.bench import startup
 from jobs import SMALL, run
 
 
@@ -25,6 +29,30 @@ def test_a_warm_start_compiles_nothing(tmp_path):
         assert all(0 <= seconds < math.inf for seconds in start["phases"].values())
     assert found["imports_seconds"] > 0 and found["warm_per_imports"] > 0
     assert not list(tmp_path.glob("jaxgpt*"))
+
+
+def test_at_most_one_run_directory_exists_at_a_time(tmp_path, monkeypatch):
+    """Each run saves a checkpoint, which may be large."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    phase = {"max": 1.0}
+
+    def start(command, **variables):
+        if "--out" in command:
+            assert not list(tmp_path.glob("jaxgpt-bench-*/*/startup.json"))
+            out = Path(command[-1])
+            out.mkdir()
+            report = {"total": phase, "phases": {"imports": phase}, "compile_cache": "miss"}
+            (out / "startup.json").write_text(json.dumps(report))
+        return 1.0
+
+    monkeypatch.setattr(startup, "_run_command", start)
+    try:
+        found = startup.run([], runs=2)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert found["warm_per_imports"].value == 1.0
 
 
 @pytest.mark.parametrize(
