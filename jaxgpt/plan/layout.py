@@ -297,7 +297,7 @@ class Plan:
         )
 
     def summary(self) -> dict[str, Any]:
-        """Return `mesh`, `memory`, `fits` and `estimate` for JSON, in bytes and seconds.
+        """Return `mesh`, `memory`, `fits`, `warnings` and `estimate`, in bytes and seconds.
 
         `estimate` is None if the times are unknown.
         """
@@ -306,6 +306,7 @@ class Plan:
             "mesh": self.mesh,
             "memory": dataclasses.asdict(self.memory) | sizes,
             "fits": self.fits,
+            "warnings": self.warnings,
             "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
         }
 
@@ -313,8 +314,8 @@ class Plan:
         """Return the plan as a dict for JSON. The units are bytes, seconds and FLOPs.
 
         It contains everything in `summary`, plus the configuration, the number of parameters, the
-        devices, the attention kernel, the warnings and the FLOPs. `collectives` holds the fields of
-        each `Collective`, with `bytes_sent` and `over` (see `link`).
+        devices, the attention kernel and the FLOPs. `collectives` holds the fields of each
+        `Collective`, with `bytes_sent` and `over` (see `link`).
         """
         collectives = [
             dataclasses.asdict(c)
@@ -328,7 +329,6 @@ class Plan:
             "device": self.device.name,
             "devices_per_host": self.devices_per_host,
             "attention": self.program.attention,
-            "warnings": self.warnings,
             "collectives": collectives,
             "flops_per_token": self.flops_per_token,
             "flops_per_step": self.flops_per_token * self.tokens,

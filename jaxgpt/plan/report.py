@@ -141,7 +141,7 @@ def _time(plan: Plan) -> str:
 
 
 def advice_report(advice: Advice, given: Config, always: Collection[str] = ()) -> str:
-    """Return text with a table of the best layouts, the warnings, and the first layout's options.
+    """Return text with a table of the best layouts, and the first layout's warnings and options.
 
     `advice` comes from `search_layouts`, and must contain at least one layout. `given` holds the
     command-line settings. Options that `given` already contains are left out, except --mesh and
@@ -166,11 +166,10 @@ def advice_report(advice: Advice, given: Config, always: Collection[str] = ()) -
     columns = ("mesh x repeats", "microbatches", "remat", "memory", "fits", "step", "MFU (max)")
     best = advice.plans[0]
     checked = "; the compiler checked these" if best.is_complete else ""
-    warnings = dict.fromkeys(warning for plan in advice.plans for warning in plan.warnings)
     lines = [
         _table(columns, rows),
         f"formulas compared {count(advice.n_meshes, 'mesh', 'es')}" + checked,
-        *(f"warning: {warning}" for warning in warnings),
+        *(f"warning: {warning}" for warning in best.warnings),
     ]
     times = [plan.estimate.step for plan in advice.plans if plan.fits and plan.estimate]
     if times and min(times) < times[0]:
