@@ -106,6 +106,34 @@ def test_results_of_another_format_are_refused(tmp_path, text):
         read_results(tmp_path)
 
 
+class Doctor(Commands):
+    """Answers as the doctor does if all is well."""
+
+    def run(self, module, *words, **options):
+        return "OK   hosts: 1 host\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "value", "met"),
+    [
+        ("echo 580, 1980 MHz", "580, 1980 MHz\n", None),
+        ("echo no devices; exit 6", "nvidia-smi ended with status 6: no devices\n", False),
+        ("exec sleep 60", "nvidia-smi did not end within 1 s", False),
+    ],
+)
+def test_a_broken_nvidia_smi_is_a_failure_next_to_the_findings_of_the_doctor(
+    tmp_path, monkeypatch, script, value, met
+):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(checks, "COMMAND", 1.0)
+    found = run_check(checks.facts, Doctor(tmp_path / "facts", 60.0))
+    assert found["status"] == "done"
+    assert [row["name"] for row in found["rows"]] == ["hosts", checks.NVIDIA]
+    assert (found["rows"][1]["value"], found["rows"][1]["met"]) == (value, met)
+
+
 class OneGPU(Commands):
     """Answers `bench step` as on a GPU that is not in the hardware table."""
 

@@ -93,13 +93,8 @@ RESUME_ON_GPU = (
 def facts(commands: Commands) -> Iterator[Row]:
     """Report the doctor's findings and, if nvidia-smi exists, the driver, clocks and power limit.
 
-    Raises the same errors as `Commands.run`, and `subprocess.TimeoutExpired` if nvidia-smi takes
-    more than `COMMAND` seconds.
+    If nvidia-smi fails or hangs, this is a failed check. Raises the same errors as `Commands.run`.
     """
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
-        ran = subprocess.run(query, capture_output=True, text=True, timeout=COMMAND)
-        yield Row(NVIDIA, ran.stdout)
     out = str(commands.folder / "runs")
     printed = commands.run("jaxgpt.doctor", "--out", out, accepted=(0, 1))
     for line in printed.splitlines():
@@ -107,6 +102,20 @@ def facts(commands: Commands) -> Iterator[Row]:
             name, _, finding = line[5:].partition(": ")
             status = line[:4].strip()
             yield Row(name, finding, note=status, met=False if status == "FAIL" else None)
+    if shutil.which("nvidia-smi"):
+        yield _nvidia_facts()
+
+
+def _nvidia_facts() -> Row:
+    query = ["nvidia-smi", f"--query-gpu={NVIDIA}", "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(query, capture_output=True, text=True, timeout=COMMAND)
+    except subprocess.TimeoutExpired:
+        return Row(NVIDIA, f"nvidia-smi did not end within {COMMAND:.0f} s", met=False)
+    if ran.returncode:
+        text = f"nvidia-smi ended with status {ran.returncode}: {ran.stdout}{ran.stderr}"
+        return Row(NVIDIA, text, met=False)
+    return Row(NVIDIA, ran.stdout)
 
 
 def speed(commands: Commands, *, name: str) -> Iterator[Row]:
