@@ -93,7 +93,8 @@ RESUME_ON_GPU = (
 def facts(commands: Commands) -> Iterator[Row]:
     """Report the doctor's findings and, if nvidia-smi exists, the driver, clocks and power limit.
 
-    If nvidia-smi fails or hangs, this is a failed check. Raises the same errors as `Commands.run`.
+    If nvidia-smi fails or hangs, its row counts as a missed goal. Raises the same errors as
+    `Commands.run`.
     """
     out = str(commands.folder / "runs")
     printed = commands.run("jaxgpt.doctor", "--out", out, accepted=(0, 1))
