@@ -14,7 +14,7 @@ from jaxgpt.bench.rounds import Rounds
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import parse_args
 from jaxgpt.doctor.directory import check_writable
-from jaxgpt.perf.flops import flops_per_token, peak_flops
+from jaxgpt.perf.flops import Rates, flops_per_token, peak_flops
 from jaxgpt.perf.matmul import matmul_rate, matmul_size
 from jaxgpt.perf.memory import memory_in_use
 from jaxgpt.perf.profile import describe
@@ -107,11 +107,11 @@ def rates(
     `size` x `size` matmuls. The peak FLOP/s and MFU are None if the device's peak is unknown.
     """
     config, mesh, n_parameters = rounds.run.config, rounds.mesh, rounds.steps.n_parameters[1]
-    tokens = config.train.batch_size * config.model.block_size
-    flops = tokens * flops_per_token(config.model, n_parameters)
     device, dtype = mesh.devices.flat[0].device_kind, config.train.dtype
-    peak, median = peak_flops(device, dtype), statistics.median(seconds)
-    per_device = flops / median / mesh.size
+    peak, per_token = peak_flops(device, dtype), flops_per_token(config.model, n_parameters)
+    batch_size, block_size = config.train.batch_size, config.model.block_size
+    found = Rates(batch_size, block_size, per_token, mesh.size, peak).of(statistics.median(seconds))
+    flops = batch_size * block_size * per_token
     shares = [flops / s / product for s, product in zip(seconds, products, strict=True)]
     beside = f"{dtype} products of {size} x {size} matrices, all devices together"
     return {
@@ -121,14 +121,14 @@ def rates(
         "dtype": dtype,
         "attention": rounds.steps.attention,
         "n_parameters": Value(n_parameters, note="without embeddings used only for lookups"),
-        "batch_size": config.train.batch_size,
-        "block_size": config.model.block_size,
+        "batch_size": batch_size,
+        "block_size": block_size,
         "seconds_per_step": Value(spread(seconds), "s", "in the trainer's loop"),
-        "tokens_per_sec": Value(tokens / median, "tokens/s"),
+        "tokens_per_sec": Value(found["tokens_per_sec"], "tokens/s"),
         "flops_per_step": Value(flops, "FLOP"),
-        "flops_per_sec_per_device": Value(per_device, "FLOP/s"),
+        "flops_per_sec_per_device": Value(1e12 * found["tflops_per_device"], "FLOP/s"),
         "peak_flops_per_device": Value(peak, "FLOP/s", "from the data sheet"),
-        "mfu": Value(per_device / peak if peak else None, "%"),
+        "mfu": Value(found["mfu"], "%"),
         "matmul_flops_per_sec": Value(spread(products), "FLOP/s", beside),
         "share_of_matmul": Value(statistics.median(shares), "%", "of the FLOP/s of these products"),
     }

@@ -13,7 +13,7 @@ from jaxgpt.config import Config, MeshShape, axes_with
 from jaxgpt.models.weights import count_parameters, layer_matrices
 from jaxgpt.parallel.mesh import hosts_spanned, tensor_crosses_hosts_warning
 from jaxgpt.perf.collectives import Collective, ring_bytes
-from jaxgpt.perf.flops import flops_per_token
+from jaxgpt.perf.flops import Rates, flops_per_token
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.memory import host_memory
 from jaxgpt.plan.estimate import memory_traffic
@@ -60,13 +60,14 @@ class Estimate:
 
     step: float
     compute: float
-    bubble: float  # idle time of a pipeline stage before its first and after its last microbatch
-    update: float
-    exposed_communication: float  # excludes ring attention's overlapped transfers
-    overlapped_communication: float
     tokens_per_sec: float
     tokens_per_sec_per_device: float
     mfu: float
+    # Idle time of a pipeline stage before its first and after its last microbatch
+    bubble: float = 0.0
+    update: float = 0.0
+    exposed_communication: float = 0.0  # excludes ring attention's overlapped transfers
+    overlapped_communication: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -265,36 +266,30 @@ class Plan:
             if c.kind == "collective-permute" and c.axes == axes_with("splits_sequence")
         )
         exposed -= min(ring, attention)
-        step = max(compute + bubble + exposed, overlapped) + update
-        return Estimate(
-            step=step,
+        return self._estimate(
+            peak,
+            step=max(compute + bubble + exposed, overlapped) + update,
             compute=compute,
             bubble=bubble,
             update=update,
             exposed_communication=exposed,
             overlapped_communication=overlapped,
-            tokens_per_sec=self.tokens / step,
-            tokens_per_sec_per_device=self.tokens / step / n_devices,
-            mfu=share / step / peak,
         )
 
     def _estimate_on_cpu(self, peak: float) -> Estimate:
         """Return the estimate for one CPU device whose large matmuls reach `peak` FLOP/s."""
-        flops = self.flops_per_token * self.tokens
-        again = self.recomputed_flops_per_token * self.tokens
-        step = (flops + again) / (peak * CPU_EFFICIENCY)
-        rate = self.tokens / step
-        return Estimate(
-            step=step,
-            compute=step,
-            bubble=0.0,
-            update=0.0,
-            exposed_communication=0.0,
-            overlapped_communication=0.0,
-            tokens_per_sec=rate,
-            tokens_per_sec_per_device=rate,
-            mfu=flops / step / peak,
-        )
+        flops = (self.flops_per_token + self.recomputed_flops_per_token) * self.tokens
+        step = flops / (peak * CPU_EFFICIENCY)
+        return self._estimate(peak, step=step, compute=step)
+
+    def _estimate(self, peak: float, step: float, **parts: float) -> Estimate:
+        """Return the estimate for a step that takes `step` seconds, on devices with this peak."""
+        train, model = self.config.train, self.config.model
+        rates = Rates(
+            train.batch_size, model.block_size, self.flops_per_token, self.mesh.n_devices, peak
+        ).of(step)
+        names = ("tokens_per_sec", "tokens_per_sec_per_device", "mfu")
+        return Estimate(step, **parts, **{name: rates[name] for name in names})
 
     def summary(self) -> dict[str, Any]:
         """Return `mesh`, `memory`, `fits`, `warnings` and `estimate`, in bytes and seconds.
