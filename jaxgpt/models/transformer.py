@@ -196,7 +196,7 @@ class GPT(nnx.Module):
         batch: Batch,
         key: jax.Array | None = None,
         layers: tuple[Any, Any] = (0, None),
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, dict[Any, jax.Array]]:
         """Run this network's blocks, which may be only some of the model's blocks.
 
         Args:
@@ -207,10 +207,9 @@ class GPT(nnx.Module):
 
         Returns:
             x_BTD, and the auxiliary losses (B,) by name, summed over the blocks. If
-            `measures_blocks` is set, the second result is instead a dict with a float32 array (B,)
-            for each of the L layers (`000`, `001`, ...). The array is the sum of squares of the
-            block's output over this device's positions, or zeros for a layer that this network does
-            not have.
+            `measures_blocks` is set, the second result is instead a dict that maps each of the L
+            layer numbers to a float32 array (B,): the sum of squares of the block's output over
+            this device's positions, or zeros for a layer that this network does not have.
         """
         at = self.positions(batch)
         inputs = [self.attention_inputs(kind, at) for kind in layer_pattern(self.config)]
@@ -233,7 +232,7 @@ class GPT(nnx.Module):
         if self.measures_blocks:
             is_own_L = [(numbers_L == layer)[:, None] for layer in range(self.config.n_layer)]
             own = [jnp.where(is_own, aux["squares"], 0).sum(axis=0) for is_own in is_own_L]
-            return x_BTD, {f"{layer:03}": squares_B for layer, squares_B in enumerate(own)}
+            return x_BTD, dict(enumerate(own))
         return x_BTD, jax.tree.map(lambda aux_LB: aux_LB.sum(axis=0), aux)
 
     def head_loss(self, x_BTD: jax.Array, batch: Batch) -> LossParts:

@@ -66,7 +66,7 @@ def activation_rms_L(model: ShardedModel, params: Params, batch: Batch) -> jax.A
             network: GPT = model.network(grad_accumulators, params)
             network.measures_blocks = True
             _, squares = model.schedule.run_all_blocks(network, part, None)
-            return jnp.stack([squares[name].sum() for name in sorted(squares)])
+            return jnp.stack([squares[layer].sum() for layer in range(len(squares))])
 
         sums_L = jax.lax.map(squares_L, split_microbatches(batch, n)).sum(axis=0)
         return jax.lax.psum(sums_L, tuple(over)) if over else sums_L
