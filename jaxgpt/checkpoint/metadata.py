@@ -132,6 +132,18 @@ def newest_undamaged(
     return None, {}, {}
 
 
+def newest_valid(directory: Path, last: int | None = None) -> tuple[int | None, dict[str, Any]]:
+    """Return the step and JSON of the newest checkpoint that has undamaged JSON.
+
+    Checkpoints after step `last` are ignored. If there is no such checkpoint, the step is None, and
+    the JSON is empty. Raises `UsageError` as `valid_checkpoints` does.
+    """
+    try:
+        return newest_undamaged(directory, "quarantine", last)[:2]
+    except DamagedCheckpoint:
+        return None, {}
+
+
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each checkpoint in a run directory, keyed by step.
 

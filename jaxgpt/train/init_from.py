@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxgpt.checkpoint.metadata import newest_checkpoint, valid_checkpoints
+from jaxgpt.checkpoint.metadata import newest_checkpoint, newest_valid
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict, in_words
 from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
 from jaxgpt.convert.families import COMPANIONS, read_model
@@ -45,12 +45,13 @@ def initial_model(init_from: str, out: str | None) -> dict[str, Any]:
     prefix. The options exclude model.dropout and model.attention. Raises `UsageError` if the
     options cannot be read.
     """
-    directory = Path(out) if out else None
-    if directory and (saved := valid_checkpoints(directory)):
-        model = saved[max(saved)]["config"]["model"]
-    else:
-        model = Config(model=_saved_model(init_from)).to_dict()["model"]
-    return {key: value for key, value in model.items() if f"model.{key}" not in FREE_MODEL_KEYS}
+    saved = newest_valid(Path(out))[1] if out else {}
+    settings = saved["config"] if saved else Config(model=_saved_model(init_from)).to_dict()
+    return {
+        key: value
+        for key, value in settings["model"].items()
+        if f"model.{key}" not in FREE_MODEL_KEYS
+    }
 
 
 def _saved_model(init_from: str) -> ModelConfig:

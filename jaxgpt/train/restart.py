@@ -12,6 +12,7 @@ from jaxgpt.checkpoint.metadata import (
     DamagedCheckpoint,
     list_checkpoints,
     newest_undamaged,
+    newest_valid,
     quarantine,
     read_meta,
     valid_checkpoints,
@@ -152,8 +153,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
     # If `checkpoint` is None, the initial weights are damaged.
     if checkpoint is None or run.config.checkpoint.on_damage == "refuse":
         return None
-    saved = cluster.run_on_main(lambda: list(valid_checkpoints(run.directory)))
-    return max((step for step in saved if step < checkpoint), default=None)
+    return cluster.run_on_main(lambda: newest_valid(run.directory, checkpoint - 1)[0])
 
 
 def _read_state(run: Run, job: Job) -> TrainState:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.checkpoint.metadata import SECTIONS, WEIGHTS_ONLY, valid_checkpoints
+from jaxgpt.checkpoint.metadata import SECTIONS, WEIGHTS_ONLY, newest_valid, valid_checkpoints
 from jaxgpt.config import (
     Config,
     UsageError,
@@ -214,8 +214,7 @@ def saved_settings(directory: Path) -> dict[str, Any] | None:
 
     Return None if there is no such checkpoint. Raises `UsageError` as `valid_checkpoints` does.
     """
-    saved = valid_checkpoints(directory)
-    return saved[max(saved)]["config"] if saved else None
+    return newest_valid(directory)[1].get("config")
 
 
 def with_moved_tokenizer(config: Config, directory: Path) -> Config:
@@ -243,8 +242,7 @@ def batch_sizes(directory: Path, config: Config) -> BatchSizes:
 
     Checkpoints with damaged JSON are ignored. Raises `UsageError` as `valid_checkpoints` does.
     """
-    step, meta = max(valid_checkpoints(directory).items(), default=(None, {}))
-    return resumed_batch_sizes(step, meta, config)
+    return resumed_batch_sizes(*newest_valid(directory), config)
 
 
 def resumed_batch_sizes(step: int | None, meta: dict[str, Any], config: Config) -> BatchSizes:
