@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxgpt.config import UsageError
 from jaxgpt.inspect import row_text
+from jaxgpt.report.events import events
 from jaxgpt.report.panels import COLORS, MARKS, MAX_POINTS, PANELS, Panel, Series, series_of
 from jaxgpt.tracking.run_files import RunFiles, read_text
 from jaxgpt.tracking.starts import read_starts
-from jaxgpt.train.reporting.events import events
 from jaxgpt.train.reporting.goodput import account, goodput_records
 
 SHOWN_SPIKES, SHOWN_ROWS, SHOWN_SAMPLES, SHOWN_STARTS = 20, 2, 50, 10  # per run (rows: per spike)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgpt.perf.units import GIB
+from jaxgpt.report.events import events
 from jaxgpt.tracking.run_files import RunFiles
-from jaxgpt.train.reporting.events import events
 
 MAX_POINTS = 3000  # per curve
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#5d3fd3")

@@ -180,12 +180,8 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         profile.after(step, state)
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
         if failure and not saving:
-            # Also save if the state has changed since the newest checkpoint. Saving the same state
-            # again could evict an older checkpoint, which may be better.
             monitor.heartbeat(f"the saves before step {step}", slow_save)
-            unsaved = range(_newest_checkpoint(trainer) + 1, step + 1)
-            n_trained = sum(s not in skips for s in unsaved)
-            saving = n_trained > int(known[-1].metrics.detection.nonfinite)
+            saving = _has_changed_since_save(trainer, step, skips, known[-1])
         corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
         if spike or corrupted:
             result = StepsResult(step, stopping, spike, corrupted)
@@ -216,18 +212,23 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
     return result
 
 
-def _newest_checkpoint(trainer: Trainer) -> int:
-    """Wait for all saves, and return the step of the newest checkpoint, or 0 if there is none.
+def _has_changed_since_save(
+    trainer: Trainer, step: int, skips: SkipRanges, last: StepMetrics
+) -> bool:
+    """Wait for all saves, and return whether the state after `step` is in no checkpoint.
 
-    If a save has failed and the run could not continue without it, this logs the error and returns
-    0. All processes must call this.
+    Saving the same state again could evict an older checkpoint, which may be better. Skipped steps
+    and the non-finite steps up to `last` leave the state unchanged. If a save has failed and the
+    run could not continue without it, this logs the error. All processes must call this.
     """
+    newest = None
     with trainer.job.report.clock.within("save"):
         try:
-            return trainer.job.checkpoints.newest_complete() or 0
+            newest = trainer.job.checkpoints.newest_complete()
         except UsageError as error:  # on all processes
             trainer.job.report.info(f"warning: {error}")
-            return 0
+    n_trained = sum(s not in skips for s in range((newest or 0) + 1, step + 1))
+    return n_trained > int(last.metrics.detection.nonfinite)
 
 
 def _find_corruption(
