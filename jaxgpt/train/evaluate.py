@@ -18,7 +18,7 @@ from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
 from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.generate import make_generate, prompt_window
-from jaxgpt.train.reporting.metrics import corpus_means
+from jaxgpt.train.reporting.corpora import corpus_means
 
 SAMPLING = Sampling(temperature=0.8, top_k=200)  # as in nanoGPT
 

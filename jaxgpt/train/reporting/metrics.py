@@ -3,7 +3,6 @@
 All processes read the same values after the same steps, so they make the same decisions.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -93,24 +92,3 @@ class MetricsBuffer:
             "new run directory with an optimizer.learning_rate below "
             f"{self._config.optimizer.learning_rate:g}"
         )
-
-
-def corpus_means(
-    names: Sequence[str], batches: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | None]]
-) -> dict[str, float | None]:
-    """Return the weighted mean loss of each corpus, keyed by name.
-
-    The loss of a corpus without targets is None.
-
-    Args:
-        batches: for each batch, arrays of shape (B,) with the corpus index, mean loss and total
-            weight of each row. None instead of weights means that all rows have the same weight.
-    """
-    n = len(names)
-    sums, totals = np.zeros(n), np.zeros(n)
-    for corpora, losses, weights in batches:
-        weights = np.ones(len(corpora)) if weights is None else np.float64(weights)
-        sums += np.bincount(corpora, weights * losses, n)
-        totals += np.bincount(corpora, weights, n)
-    means = zip(names, sums, totals, strict=True)
-    return {name: float(loss / total) if total else None for name, loss, total in means}

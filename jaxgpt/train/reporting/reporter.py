@@ -41,10 +41,11 @@ from jaxgpt.tracking.records import (
 from jaxgpt.tracking.starts import log_start
 from jaxgpt.tracking.train_line import HOST_METRICS, MetricFormat, clock_text, legend, train_line
 from jaxgpt.train.compiled import CompiledFunctions
+from jaxgpt.train.reporting.corpora import CorpusLosses
 from jaxgpt.train.reporting.ending import ending_lines
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
 from jaxgpt.train.reporting.header import header_lines, summary_lines
-from jaxgpt.train.reporting.metrics import StepMetrics, corpus_means
+from jaxgpt.train.reporting.metrics import StepMetrics
 from jaxgpt.train.reporting.stragglers import Stragglers, straggler_line
 from jaxgpt.train.run_directory import Run
 from jaxgpt.train.step import STEP_METRICS, Metrics
@@ -67,6 +68,15 @@ class Reporter:
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
         self._config, self._run, self._steps = run.config, run, steps
+        config, mesh, multiplied = run.config, steps.mesh, steps.n_parameters[1]
+        self._model = f"{config.config}, {multiplied / 1e6:.2f}M"
+        self._rates = Rates(
+            batch_size=config.train.batch_size,
+            block_size=config.model.block_size,
+            flops_per_token=flops_per_token(config.model, multiplied),
+            n_devices=mesh.size,
+            peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
+        )
         self._enabled = cluster.is_main or self._config.train.log_all_ranks
         self._shown_metrics = chosen_metrics(self._config, cluster.size)
         log_file = run.directory / ("train.log" if cluster.is_main else f"train-{cluster.rank}.log")
@@ -91,15 +101,6 @@ class Reporter:
         if not self._enabled:
             return
         config, mesh = self._config, self._steps.mesh
-        _, multiplied = self._steps.n_parameters
-        self._model = f"{config.config}, {multiplied / 1e6:.2f}M"
-        self._rates = Rates(
-            batch_size=config.train.batch_size,
-            block_size=config.model.block_size,
-            flops_per_token=flops_per_token(config.model, multiplied),
-            n_devices=mesh.size,
-            peak=peak_flops(mesh.devices.flat[0].device_kind, config.train.dtype),
-        )
         if mesh.devices.flat[0].platform == "cpu":
             warnings = (*warnings, *self._rates.slow_step_warnings())
         about = self._run, self._steps, self._rates, facts, warnings
@@ -167,9 +168,7 @@ class Reporter:
         self.timer = self._new_timer()
         self._began = self.clock.elapsed(), self._run.resume_step or 0
         self._step_ended = self.clock.spent("step", "data")  # clock reading after the last step
-        self._corpora: dict[int, Any] = {}  # step -> corpus of each row, until the losses arrive
-        # For each step since the last log line: the corpora, losses and weights of its rows.
-        self._corpus_rows: list[tuple[Any, Any]] = []
+        self._corpora = CorpusLosses(self._loader)
 
     def _log_start(self) -> None:
         if self._trackers is not None:
@@ -228,8 +227,8 @@ class Reporter:
         self._console.progress(step, "" if left is None else f"left={clock_text(left)}")
         if not self._enabled:
             return
-        if metrics is not None and len(self._loader.names) > 1:
-            self._corpora[step] = self._loader.corpora(step)  # computed while the device is busy
+        if metrics is not None:
+            self._corpora.expect(step)
         for reading in known:
             self._log_known(reading)
         now = self.clock.spent("step", "data")
@@ -270,10 +269,7 @@ class Reporter:
         self.log(self.spike_record(reading))
         if self._trackers is not None and reading.metrics.layers is not None:
             self._log_layers(reading.step, reading.metrics.layers)
-        if reading.step in self._corpora:
-            corpora = self._corpora.pop(reading.step)
-            metrics = reading.metrics
-            self._corpus_rows.append((corpora, metrics.row_losses, metrics.row_weights))
+        self._corpora.add(reading)
 
     def _log_layers(self, step: int, layers: dict[str, np.ndarray]) -> None:
         if step % self._config.train.layers_every == 0:
@@ -302,11 +298,9 @@ class Reporter:
         }
 
     def _by_corpus(self, step: int) -> dict[str, dict[str, Any]] | None:
-        names = self._loader.names
-        if len(names) == 1:
+        if not (means := self._corpora.take()):
             return None
         tokens = self._run.corpus_tokens(self._loader, step)
-        means, self._corpus_rows = corpus_means(names, self._corpus_rows), []
         return {name: {"tokens": tokens[name], "loss": loss} for name, loss in means.items()}
 
     def spike_record(self, reading: StepMetrics) -> SpikeRecord | None:
