@@ -8,6 +8,7 @@ line shows the first difference, and the exit status is 1. Nothing is written to
 """
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -323,6 +324,7 @@ class Repeater:
         self._checkpoints = Checkpoints(run, config, cluster)
         self._steps = make_steps(config, mesh, has_masks=dataset.has_masks, hosts=cluster.hosts)
         self._train_step = self._steps.lower_train_step().compile()
+        cluster.barrier()
         self._loader = Loader.for_training(dataset, config, self._steps.batch_sharding, sizes)
         self._skipped = frozenset(skipped)
 
@@ -337,13 +339,16 @@ class Repeater:
         """
         import jax
 
+        from jaxgpt.runtime.dispatch import DispatchLimiter
+
         trained = [step for step in steps if step not in self._skipped]
-        batches, found = self._loader.batches(trained), {}
-        for step in trained:
-            lr = learning_rate(self.config.optimizer, step)
-            state, metrics = self._train_step(state, np.int32(step), lr, next(batches))
-            found[step] = {name: metrics.scalars[name] for name in COMPARED}
-        batches.close()
+        dispatched, found = DispatchLimiter(), {}
+        with contextlib.closing(self._loader.batches(trained)) as batches:
+            for step in trained:
+                lr = learning_rate(self.config.optimizer, step)
+                state, metrics = self._train_step(state, np.int32(step), lr, next(batches))
+                found[step] = {name: metrics.scalars[name] for name in COMPARED}
+                dispatched.add(found[step])
         return state, jax.device_get(found)
 
     def restore_or_init(self, step: int) -> Any:
@@ -352,11 +357,11 @@ class Repeater:
         The initial state has random weights, even if train.init_from is set. All processes
         must call this. Raises the same errors as `Checkpoints.restore`.
         """
+        from jaxgpt.train.restart import initial_state
         from jaxgpt.train.state import restore_state
 
         if step == 0:
-            self._cluster.barrier()
-            return self._steps.init()
+            return initial_state(self._steps, self._cluster)
         return restore_state(self._checkpoints, step, self._steps.state_shapes)
 
 

@@ -61,6 +61,15 @@ def test_on_another_mesh_they_agree_to_rounding(finished):
     assert status == 0 and "agrees up to rounding (the run had mesh data=2" in said, said
 
 
+def test_hundreds_of_steps_do_not_deadlock_cpu_devices(tmp_path):
+    settings = ("model.n_embd=8", "model.n_head=1", "model.block_size=16", "train.batch_size=4")
+    length = ("train.max_iters=300", "train.log_interval=100", "--mesh", "4,1,1")
+    job = run("train", *SMALL, *settings, *length, "--out", tmp_path / "run")
+    assert job.returncode == 0, job.stdout
+    job = run("replay", "--run", tmp_path / "run", "--step", "300", timeout=100)
+    assert job.returncode == 0, job.stdout
+
+
 def changed(run, name, step, change):
     """Change a recorded metric of a step."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
