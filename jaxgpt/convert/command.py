@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jaxgpt.config import UsageError, in_words, shorten, train_command
 
-# Maps part of a program's name to the preset with that program's defaults, or to None if there is
-# no such preset.
+# Maps part of a program's name, or a whole name that ends with .py, to the preset with that
+# program's defaults, or to None if there is no such preset.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",
@@ -32,7 +32,9 @@ TOTAL = {"-n", "-np", "--ntasks", "--num_processes"}
 PER_HOST = {
     "--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node", "--num_gpus",
 }  # fmt: skip
-HOSTS = {"--nnodes", "-N", "--nodes", "--num_nodes", "--num_machines"}
+HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines"}
+N_IS_HOSTS = {"srun", "sbatch", "flux"}  # for other launchers, -N is the processes per host
+ONE_PER_HOST = {"srun", "flux", "torchrun", "torch.distributed.run", "torch.distributed.launch"}
 PYTHON = {"-m", "-u"}  # Python's own options
 TESTS = ("if ", "elif ", "case ", "while ", "for ", "[", "test ")
 OPERATORS = {
@@ -208,8 +210,9 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
             return i, "wordplay"
         is_module = i > 0 and parts[i - 1] == "-m"
         if is_module or word.endswith((".py", "run_train.sh")):
+            name = (word if is_module else word.rpartition("/")[2]).lower()
             for part, preset in PROGRAMS.items():
-                if part in (word if is_module else word.rpartition("/")[2]).lower():
+                if name == part or (part in name and not part.endswith(".py")):
                     return i, preset
     return None
 
@@ -219,7 +222,8 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
 
     Returns the jaxgpt command and the omitted arguments.
     """
-    launcher, arguments = parts[:index], parts[index + 1 :]
+    launcher = [part for word in parts[:index] for part in _split_number(word)]
+    arguments = parts[index + 1 :]
     ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
     arguments = arguments[: min(ends, default=None)]
     arguments = [word for word in arguments if not _SCRIPT_ARGUMENTS.fullmatch(word)]
@@ -251,6 +255,12 @@ def _quote(word: str) -> str:
     return word if re.fullmatch(r"[\w@%+=:,./${}-]+", word) else shlex.quote(word)
 
 
+def _split_number(word: str) -> list[str]:
+    """Split an option such as `-n8` into `-n` and `8`. Other words are not split."""
+    match = re.fullmatch(r"(-[nN])([\d$].*)", word)
+    return [*match.groups()] if match else [word]
+
+
 def _other_options(words: list[str]) -> list[str]:
     """Return the launcher options that `_launcher` does not use, with their values."""
     options: list[str] = []
@@ -262,7 +272,7 @@ def _other_options(words: list[str]) -> list[str]:
         elif takes_value and not re.match(r"python[\d.]*$", word.rpartition("/")[2]):
             options[-1] += f" {word}"
         takes_value = is_option and "=" not in word
-    used = TOTAL | PER_HOST | HOSTS | PYTHON
+    used = TOTAL | PER_HOST | HOSTS | PYTHON | {"-N"}
     return [option for option in options if re.split("[= ]", option)[0] not in used]
 
 
@@ -270,32 +280,47 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     """Return the jaxgpt.launch prefix that replaces a launcher, and the number of processes.
 
     The prefix is an empty string for a single process. The number is None if it is not given. If
-    the script computes the number from unknown values, a note is printed, and the prefix has no
-    `-n`, so that jaxgpt.launch uses all hosts of the job.
+    the number cannot be known, a note is printed, and the prefix has no `-n`, so that jaxgpt.launch
+    uses all hosts of the job.
     """
+    programs = {word.rpartition("/")[2] for word in words}
+    host_names, per_host_names = HOSTS, PER_HOST | {"-N"}
+    if programs & N_IS_HOSTS:
+        host_names, per_host_names = HOSTS | {"-N"}, PER_HOST
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     pairs += zip(words, words[1:], strict=False)
-    numbers = {}
+    numbers, unknown = {}, {}
     for name, value in pairs:
-        if name in TOTAL | PER_HOST | HOSTS and value.isdecimal():
-            if len(value) > 18:  # by default, int() rejects thousands of digits
-                raise UsageError(
-                    f"convert: {name} {shorten(value)}: must be a whole number, less than 10^18"
-                )
+        if name not in TOTAL | host_names | per_host_names or value.startswith("-"):
+            continue
+        if not value.isdecimal():
+            unknown[name] = f"{name} {value}"
+        elif len(value) > 18:  # by default, int() rejects thousands of digits
+            raise UsageError(
+                f"convert: {name} {shorten(value)}: must be a whole number, less than 10^18"
+            )
+        else:
             numbers[name] = int(value)
 
     def find(names: set[str]) -> int | None:
         return next((numbers[name] for name in numbers if name in names), None)
 
-    total, per_host, hosts = find(TOTAL), find(PER_HOST), find(HOSTS)
-    unknown = [f"{name} {value}" for name, value in pairs if name in TOTAL | HOSTS and "$" in value]
+    total, per_host, hosts = find(TOTAL), find(per_host_names), find(host_names)
+    given = numbers.keys() | unknown.keys()
+    if programs & ONE_PER_HOST and given & host_names and given <= host_names:
+        per_host = 1
+    # On a single host, one process can use all devices.
+    needed = TOTAL | host_names if hosts in (None, 1) else TOTAL | host_names | per_host_names
+    reasons = [unknown[name] for name in unknown if name in needed]
+    if hosts not in (None, 1) and not per_host and not reasons:
+        reasons = ["processes per host"]
     # wordplay's course starts commands with `launch`, which uses all devices of the job.
     is_whole_job = "launch" in words and "accelerate" not in words
     if is_whole_job and total is None:
         number = ""
-    elif total is None and unknown:
+    elif total is None and reasons:
         print(
-            f"note: {', '.join(unknown)}: the value is not known before the job starts, so "
+            f"note: {', '.join(reasons)}: the value is not known before the job starts, so "
             "jaxgpt.launch starts processes on all hosts of the job",
             file=sys.stderr,
         )

@@ -83,6 +83,10 @@ def test_a_script_is_expanded_but_not_run(tmp_path, capsys, monkeypatch):
             "python -m jaxgpt.launch -- ",
         ),
         ("torchrun --nnodes=$N --nproc_per_node=4 train.py", "python -m jaxgpt.launch -ppn 4 -- "),
+        ("torchrun --nnodes=2 --nproc_per_node=$NGPU train.py", "python -m jaxgpt.launch -- "),
+        ("torchrun --nproc_per_node=gpu --nnodes=4 train.py", "python -m jaxgpt.launch -- "),
+        ("torchrun --nnodes=1:4 --nproc_per_node=8 train.py", "python -m jaxgpt.launch -ppn 8 -- "),
+        ("deepspeed --num_nodes 2 train.py", "python -m jaxgpt.launch -- "),
     ],
 )
 def test_an_unknown_number_of_processes_is_left_to_the_launcher(script, launcher, capsys):
@@ -124,6 +128,23 @@ def test_a_known_number_of_processes_is_kept(capsys):
     assert line.startswith("python -m jaxgpt.launch -n 8 -- ") and "before the job" not in notes
 
 
+@pytest.mark.parametrize(
+    ("launcher", "numbers"),
+    [
+        ("torchrun --nnodes=2", "-n 2 -ppn 1"),  # one process per host, by default
+        ("srun -N 2 python", "-n 2 -ppn 1"),
+        ("srun -N2 -n8 python", "-n 8 -ppn 4"),
+        ("srun -n8 python", "-n 8"),
+        ("mpiexec -n4 python", "-n 4"),
+        ("mpirun -n 8 -N 4 python", "-n 8 -ppn 4"),  # Open MPI
+        ("aprun -n 8 -N 4 python", "-n 8 -ppn 4"),
+    ],
+)
+def test_no_host_of_a_launcher_is_dropped(launcher, numbers, capsys):
+    line, notes = convert(capsys, f"{launcher} pretrain_gpt.py --num-layers 2")
+    assert line.startswith(f"python -m jaxgpt.launch {numbers} -- ") and "launcher" not in notes
+
+
 @pytest.mark.parametrize("launcher", ["mpiexec -n 8", "torchrun --nproc_per_node=4 --nnodes=2"])
 def test_the_launcher_s_processes_determine_the_microbatches(launcher, capsys):
     sizes = "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 64"
@@ -157,6 +178,7 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
             "python -m jaxgpt.launch -n 8 -ppn 8 -- python -m jaxgpt.train --config gpt2",
         ),
         ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
+        ("torchrun --nproc_per_node=gpu train.py", "python -m jaxgpt.train --config gpt2"),
         (
             "deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt.py --seed 2",
             "python -m jaxgpt.launch -n 8 -ppn 4 -- python -m jaxgpt.train --config megatron "
@@ -404,7 +426,15 @@ def test_a_missing_script_is_named(capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["ls -l", "", "python other.py", "echo train.py", "python __main__.py a=1"]
+    "line",
+    [
+        "ls -l",
+        "",
+        "python other.py",
+        "python pretrain.py",
+        "echo train.py",
+        "python __main__.py a=1",
+    ],
 )
 def test_a_line_without_a_known_program_is_refused(capsys, line):
     with pytest.raises(SystemExit) as end:
