@@ -6,6 +6,7 @@ uses only this host), detects the machine and its launcher, prints the command l
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
@@ -32,6 +33,7 @@ from jaxgpt.config import (
 )
 
 TRAIN = "jaxgpt.train"
+ONE_WORD = re.compile("--print|-h|--help|-.*=.*|-n[0-9].*|-f.+")  # options without a next word
 
 
 def parser() -> CommandParser:
@@ -120,20 +122,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return the options and the command, which starts after the first `--`.
+    """Return the options and the command.
 
-    If there is no `--`, the command starts at the first word that is neither an option nor an
-    option's value. All options except --print, -h and --help take a value, after `=` or as the next
-    word. If there is no command, the second list is empty.
+    The command starts at the first word that is neither an option nor an option's value, or after
+    a `--` before this word. All options except --print, -h and --help take a value, either in the
+    same word (--np=8, -n8, -fFILE) or as the next word. If there is no command, the second list is
+    empty.
     """
-    if "--" in argv:
-        end = argv.index("--")
-        return argv[:end], argv[end + 1 :]
     end = 0
-    while end < len(argv) and argv[end].startswith("-"):
-        alone = argv[end] in ("--print", "-h", "--help") or "=" in argv[end]
-        end += 1 if alone else 2
-    return argv[:end], argv[end:]
+    while end < len(argv) and argv[end].startswith("-") and argv[end] != "--":
+        end += 1 if ONE_WORD.fullmatch(argv[end]) else 2
+    command = argv[end:]
+    return argv[:end], command[1:] if command[:1] == ["--"] else command
 
 
 def check_settings(command: list[str], n_processes: int, restarts: int) -> None:

@@ -674,9 +674,19 @@ def test_launching_waits_for_no_jax():
 
 @pytest.mark.parametrize(
     "options",
-    ["-n 2 --ppn 2", "-np 2", "--np 2", "--nproc-per-node 2", "--nproc_per_node=2", "-ppn 2"],
+    [
+        "-n 2 --ppn 2",
+        "-n2",
+        "-np 2",
+        "--np 2",
+        "--nproc-per-node 2",
+        "--nproc_per_node=2",
+        "-ppn 2",
+    ],
 )
-@pytest.mark.parametrize("file", ["--hosts {}", "--hostfile {}", "-f {}", "-machinefile {}"])
+@pytest.mark.parametrize(
+    "file", ["--hosts {}", "--hostfile {}", "-f {}", "-f{}", "-machinefile {}"]
+)
 def test_options_of_mpiexec_and_torchrun_mean_the_same(options, file, tmp_path, capsys):
     hosts = tmp_path / "hosts"
     hosts.write_text("node1\n")
@@ -687,3 +697,9 @@ def test_options_of_mpiexec_and_torchrun_mean_the_same(options, file, tmp_path, 
     assert with_dashes == without
     assert "-n 2" in without and "node1" in without
     assert without.endswith("-m jaxgpt.train --mesh 2,1,1")
+
+
+def test_a_double_dash_in_the_command_is_kept(capsys):
+    for words in ("-n 2 --print sh script -- -n 3", "-n 2 --print -- sh script -- -n 3"):
+        launch.main(words.split())
+        assert capsys.readouterr().out.endswith(" sh script -- -n 3\n")
