@@ -32,7 +32,6 @@ from jaxgpt.config import (
     UsageError,
     config_from_file,
     file_path,
-    mesh_shape,
     parse_args,
     skip_ranges,
     whole_number,
@@ -40,6 +39,7 @@ from jaxgpt.config import (
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
+from jaxgpt.evaluate.model import Model, Rows, Trained, without_training
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, json_line, read_records
@@ -55,15 +55,22 @@ OTHER_DATA = "warning: this data differs from the data that the run was trained 
 
 
 class StepRows(NamedTuple):
-    """The rows of a training step."""
+    """The wanted rows of a training step."""
 
     dataset: Dataset
-    # For each wanted row, a dict with `step`, `row` and the values returned by `origin`. If there
-    # is a loss mask, it also has `targets`, the number of targets that count toward the loss.
+    # For each row, a dict with `step`, `row` and the values returned by `origin`. If there is a
+    # loss mask, it also has `targets`, the number of targets that count toward the loss.
     records: list[dict[str, Any]]
-    tokens: np.ndarray  # int32 (B, T+1), all rows of the step
-    weights: np.ndarray | None  # loss weights, uint8 (B, T+1); None if there is no loss mask
+    tokens: np.ndarray  # int32 (rows, T+1)
+    weights: np.ndarray | None  # loss weights, uint8 (rows, T+1); None if there is no loss mask
     notes: list[str]  # remarks and warnings for the user
+
+    def sorted_by_loss(self, losses: np.ndarray) -> "StepRows":
+        """Return the rows with their `loss`, the highest first. `losses` has shape (rows,)."""
+        order = np.argsort(-np.nan_to_num(losses, nan=np.inf), kind="stable")
+        records = [{**self.records[i], "loss": float(losses[i])} for i in order]
+        weights = None if self.weights is None else self.weights[order]
+        return self._replace(records=records, tokens=self.tokens[order], weights=weights)
 
 
 def parser() -> CommandParser:
@@ -103,17 +110,14 @@ def main(argv: list[str] | None = None) -> None:
                 config = config.replace(parallel__mesh=arguments.mesh)
                 at = _checkpoint_before(arguments.run, arguments.step)
                 rows.notes.append(f"losses are computed with checkpoint {at}")
-                losses = row_losses(config, arguments.run, at, rows, cluster)
-                for record in rows.records:
-                    record["loss"] = float(losses[record["row"]])
-                rows.records.sort(key=lambda record: np.nan_to_num(-record["loss"], nan=-np.inf))
+                rows = rows.sorted_by_loss(row_losses(config, arguments.run, at, rows, cluster))
             if cluster.is_main:
                 print("".join(f"{note}\n" for note in rows.notes), end="", file=sys.stderr)
                 show(rows, arguments.json)
 
 
 def _look_up(config: Config, run: Path | None, step: int, wanted: str | None) -> StepRows:
-    """Return the rows of a step, with records of the `wanted` rows.
+    """Return the `wanted` rows of a step.
 
     `wanted` has the format of `--rows`. `run` is None if there is no run directory.
 
@@ -130,16 +134,16 @@ def _look_up(config: Config, run: Path | None, step: int, wanted: str | None) ->
     size = loader.batch_sizes.at(step)
     chosen = _chosen_rows(wanted, size)
     records = [{"step": step, "row": row, **origin(dataset, loader, step, row)} for row in chosen]
-    weights = loader.read_weights(step, range(size)) if loader.has_masks else None
+    weights = loader.read_weights(step, chosen) if loader.has_masks else None
     if weights is not None:
-        for record in records:
-            record["targets"] = int(weights[record["row"], 1:].sum())
+        for record, weights_of_row in zip(records, weights, strict=True):
+            record["targets"] = int(weights_of_row[1:].sum())
     notes = differences(config, dataset, run, step)
     if loader.is_random(step):
         notes.append(f"step {step} has random tokens, because of faults.random_tokens")
     if size != config.train.batch_size:
         notes.append(f"train.batch_size was {size} at step {step}")
-    return StepRows(dataset, records, loader.read(step, range(size)), weights, notes)
+    return StepRows(dataset, records, loader.read(step, chosen), weights, notes)
 
 
 @functools.lru_cache(maxsize=1000)
@@ -170,7 +174,7 @@ def row_text(run: Path, step: int, row: int, corpus: str, source: str, offset: i
             notes = [OTHER_DATA] if near and _has_other_data(dataset, near[1]) else []
         else:
             rows = _look_up(config, run, step, str(row))
-            (found,), ids, notes = rows.records, rows.tokens[row], rows.notes
+            (found,), ids, notes = rows.records, rows.tokens[0], rows.notes
             if source and not is_random:
                 what = f"tokens {offset:,} to {offset + length - 1:,} of {source}"
                 notes.append(f"warning: the run trained on {what}, which its data no longer has")
@@ -296,42 +300,22 @@ def _checkpoint_before(run: Path | None, step: int) -> int:
 def row_losses(
     config: Config, run: Path, at: int, rows: StepRows, cluster: ProcessGroup
 ) -> np.ndarray:
-    """Return each row's mean loss in nats, as float32 (B,).
+    """Return each row's mean loss in nats, as float64 (rows,).
 
     The parameters come from the checkpoint of step `at`. Each mean is weighted by the loss weights,
     if there are any. If all weights of a row are 0, the row's mean is 0. This starts JAX. All
-    processes must call this. Raises `UsageError` if the mesh is malformed or does not fit the
-    devices, the configuration or the batch. Also raises whatever `initialize_jax`, `make_steps` and
-    `restore_params` raise.
+    processes must call this. Also raises whatever `without_training`, `Model` and `Model.score`
+    raise.
     """
-    from jaxgpt.runtime.initialize import initialize_jax
-
-    initialize_jax(cluster, mesh_shape(config))
-    import jax
-
-    from jaxgpt.checkpoint.checkpointer import restore_params
-    from jaxgpt.data.batch import TokenRows
-    from jaxgpt.parallel.mesh import job_mesh
-    from jaxgpt.train.compiled import make_steps
-
-    # The batch size of this step may not be divisible into microbatches.
-    size = len(rows.tokens)
-    config = config.replace(train__batch_size=size, train__matmul_dtype=None)
-    if size % config.train.gradient_accumulation_steps:
-        config = config.replace(train__gradient_accumulation_steps=1)
-    steps = make_steps(config, job_mesh(config, cluster.hosts), hosts=cluster.hosts)
-    params = restore_params(run, at, steps.state_shapes.params, cluster)
-
-    def on_mesh(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, steps.batch_sharding, array.__getitem__)
-
-    whole = rows.tokens if rows.weights is None else TokenRows(rows.tokens, rows.weights)
-    losses = []
-    for first in range(0, size, config.microbatch_size):
-        part = slice(first, first + config.microbatch_size)
-        batch = jax.tree.map(lambda array, part=part: on_mesh(array[part]), whole)
-        losses.append(np.asarray(steps.eval_step(params, batch)))
-    return np.concatenate(losses)
+    size = min(len(rows.tokens), config.microbatch_size)
+    # Use any attention kernel that runs here, because training may have used other devices.
+    config = config.replace(model__attention="auto", train__matmul_dtype=None)
+    config, T = without_training(config), config.model.block_size
+    model = Model(Trained(str(run), at, config, None, T, "own"), size, cluster)
+    scores = model.score(Rows(len(rows.tokens), T, rows.tokens.__getitem__))
+    losses_RT = np.array([losses for (losses,) in scores], np.float64)
+    weights_RT = np.ones(losses_RT.shape) if rows.weights is None else rows.weights[:, 1:]
+    return (losses_RT * weights_RT).sum(axis=1) / np.maximum(weights_RT.sum(axis=1), 1)
 
 
 def show(rows: StepRows, as_json: bool) -> None:
@@ -345,19 +329,16 @@ def show(rows: StepRows, as_json: bool) -> None:
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
-    for record in rows.records:
-        row = record["row"]
-        ids = rows.tokens[row].tolist()
+    for i, record in enumerate(rows.records):
+        ids = rows.tokens[i].tolist()
         if as_json:
-            extra = {} if weights is None else {"weights": weights[row].tolist()}
+            extra = {} if weights is None else {"weights": weights[i].tolist()}
             text = text_of(ids) if tokenizer else None
             print(json_line({**record, "text": text, "tokens": ids, **extra}), end="")
             continue
         about = ", ".join(f"{k} {v}" for k, v in record.items() if v is not None)
         print(f"--- {about}")
-        print(
-            text_of(ids) if weights is None else mark_targets(ids, weights[row].tolist(), text_of)
-        )
+        print(text_of(ids) if weights is None else mark_targets(ids, weights[i].tolist(), text_of))
 
 
 def mark_targets(ids: list[int], weights: list[int], text_of: Callable[[list[int]], str]) -> str:

@@ -70,6 +70,21 @@ def test_worst_prints_rows_without_a_finite_loss_first(monkeypatch, capsys):
     assert [record["loss"] for record in found[:4]] == [None, None, 2.0, 1.0]
 
 
+def test_worst_works_with_the_kernels_and_mesh_of_this_machine(tmp_path):
+    out, mesh = tmp_path / "run", ("--mesh", "4,1,1", "model.attention=cudnn")
+    settings = ("train.batch_size=6", "train.gradient_accumulation_steps=1", "train.max_iters=1")
+    assert train_here(*SMALL, *settings, "--out", out, "--mesh", "2,1,1") == 0
+    found = []
+    for given in (mesh, ("--mesh", "1,1,1", "--rows", "2:5")):
+        job = run("inspect", "--run", out, "--step", 1, "--worst", "--json", *given)
+        assert job.returncode == 0, job.stdout
+        lines = [line for line in job.stdout.splitlines() if line.startswith("{")]
+        found.append({r["row"]: r["loss"] for r in map(json.loads, lines)})
+    everything, some = found
+    assert sorted(everything) == list(range(6)) and sorted(some) == [2, 3, 4]
+    assert some == pytest.approx({row: everything[row] for row in some}, rel=1e-5)
+
+
 @pytest.mark.long
 def test_worst_ranks_rows_by_the_loss_of_a_checkpoint(tmp_path, capsys):
     out = tmp_path / "run"
