@@ -46,6 +46,9 @@ def _run(arguments: argparse.Namespace, pool: Executor | None) -> None:
     try:
         lines = prepare(arguments, directory, pool)
     except OSError as error:
+        path = Path(error.filename or directory)  # reads and writes lack a name
+        if directory not in (path, *path.parents) and path not in directory.parents:
+            raise UsageError(f"{path}: cannot be accessed ({in_words(error)})") from None
         raise UsageError(
             f"--out {directory}: cannot be written ({in_words(error)}); give another folder"
         ) from None

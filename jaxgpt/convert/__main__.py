@@ -9,7 +9,7 @@ import importlib
 import sys
 
 from jaxgpt.cluster.shutdown import FAILED, job_exit_handler
-from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
+from jaxgpt.config import CommandParser, UsageError, file_path, in_words, whole_number
 
 # Maps each KIND to its module in this folder and its help text.
 KINDS = {
@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         try:
             result = getattr(module, kind.replace("-", "_"))(**options)
         except OSError as error:
-            raise UsageError(f"convert: {error.filename}: {error.strerror}") from None
+            where = f"{error.filename}: " if error.filename else ""  # reads and writes lack names
+            raise UsageError(f"convert: {where}{in_words(error)}") from None
         lines, left_out = result if kind == "command" else (result, [])
         print("\n".join(lines))
     if left_out:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import ModelConfig, UsageError
+from jaxgpt.config import ModelConfig, UsageError, in_words
 from jaxgpt.convert import torch_file
 from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import read_tokenizer, write_weights
@@ -138,13 +138,16 @@ def rank_files(path: Path) -> dict[tuple[int, int], Path]:
     """Return a dict that maps each (tensor rank, pipeline rank) to its checkpoint file.
 
     `path` is a checkpoint folder, or a parent folder with a file that names the latest checkpoint.
-    Raises `UsageError` if the folder is missing, if it has no checkpoint in a supported format, or
-    if a file is missing for a rank up to the largest ranks found. Raises `OSError` if the name of
-    the latest checkpoint cannot be read or a folder cannot be accessed.
+    Raises `UsageError` if the folder is missing, if it has no checkpoint in a supported format, if
+    a file is missing for a rank up to the largest ranks found, or if the name of the latest
+    checkpoint cannot be read. Raises `OSError` if a folder cannot be accessed.
     """
     for name, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (path / name).is_file():
-            newest = (path / name).read_text(errors="replace").strip()
+            try:
+                newest = (path / name).read_text(errors="replace").strip()
+            except OSError as error:
+                raise UsageError(f"{path / name}: cannot be read ({in_words(error)})") from None
             folder = newest if newest == "release" else form.format(newest)
             if Path(folder).name != folder or not (path / folder).is_dir():
                 raise UsageError(f"{path / name}: refers to {folder}, which is not in this folder")

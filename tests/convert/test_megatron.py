@@ -308,3 +308,7 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
     with pytest.raises(UsageError, match="which is not in this folder"):
         from_megatron(tmp_path, tmp_path / "ours")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "latest").symlink_to("/proc/self/mem")  # reading it is an I/O error
+    with pytest.raises(UsageError, match="latest: cannot be read .Input/output error"):
+        from_megatron(tmp_path, tmp_path / "ours")

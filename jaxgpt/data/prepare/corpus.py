@@ -98,10 +98,9 @@ def write_nanogpt(
         UsageError: if the input is invalid or cannot be read or encoded; if a file is a pipe and
             any file must be read twice; if a split would have fewer than two tokens, or the
             vocabulary fewer than two entries; if only some documents have answers; if a chat
-            template is missing, invalid or unnecessary; or if a required package is missing or too
-            old.
-        OSError: if tokenizer_config.json or the chat template cannot be read, or if `directory`
-            cannot be written.
+            template or tokenizer_config.json is missing, invalid or unnecessary, or cannot be read;
+            or if a required package is missing or too old.
+        OSError: if `directory` cannot be written.
     """
     pipe = next((p for p in corpus.files if os.path.exists(p) and not os.path.isfile(p)), None)
     counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
@@ -212,10 +211,10 @@ def write_megatron(
 
     Raises:
         UsageError: if the input is invalid, cannot be read or encoded, is empty or needs a loss
-            mask, if a document has more than 2^31 - 1 tokens, if a chat template is missing,
-            invalid or unnecessary, or if a required package is missing or too old.
-        OSError: if tokenizer_config.json or the chat template cannot be read, or if the files
-            cannot be written.
+            mask, if a document has more than 2^31 - 1 tokens, if a chat template or
+            tokenizer_config.json is missing, invalid or unnecessary, or cannot be read, or if a
+            required package is missing or too old.
+        OSError: if the files cannot be written.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
     files = [InputFile(path, corpus.lines) for path in corpus.files]

@@ -57,8 +57,7 @@ def prepare_text(
     Raises:
         UsageError: if an option or the input is invalid, or if a required package is missing or too
             old.
-        OSError: if the tokenizer's tokenizer_config.json or chat template cannot be read, or if
-            `directory` cannot be written.
+        OSError: if `directory` cannot be written.
     """
     files = find_files(inputs)
     name, encoder = str(tokenizer), tokenizer

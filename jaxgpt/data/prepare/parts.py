@@ -101,9 +101,9 @@ def write_parts(
         pool: the other processes, or None if there are none.
 
     Raises:
-        UsageError: if only some documents have answers. Also raises whatever `encode_files` raises.
-        OSError: if a file named by `template_files` cannot be read, or if a part cannot be read or
-            written.
+        UsageError: if only some documents have answers, or if a file named by `template_files`
+            cannot be read. Also raises whatever `encode_files` raises.
+        OSError: if a part cannot be read or written.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -235,9 +235,18 @@ def _read(folder: Path) -> Part:
 
 
 def _common_facts(file: InputFile, tokenizer: Tokenizer, dtype: np.dtype) -> list[Any]:
-    """Return the settings that affect all parts. `file` is any file of the corpus."""
+    """Return the settings that affect all parts. `file` is any file of the corpus.
+
+    Raises `UsageError` if a file named by `template_files` cannot be read.
+    """
     templates = template_files(file.lines.tokenizer, file.lines.chat_template)
-    hashes = [hashlib.sha256(t.read_bytes()).hexdigest() for t in templates if t and t.is_file()]
+    hashes = []
+    for path in templates:
+        if path and path.is_file():
+            try:
+                hashes.append(hashlib.sha256(path.read_bytes()).hexdigest())
+            except OSError as error:
+                raise UsageError(f"{path}: cannot be read ({in_words(error)})") from None
     return [_VERSION, file.val_share, file.lines.key, tokenizer.to_meta(), dtype.name, hashes]
 
 

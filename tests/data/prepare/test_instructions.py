@@ -1,6 +1,7 @@
 """Prompts and conversations: their tokens, and which tokens count toward the loss."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -401,6 +402,8 @@ def test_options_that_do_not_fit_the_lines_are_refused(tmp_path, gpt2_folder):
         prepare_text(tmp_path / "d", [tmp_path / "a.txt"], "byte", chat_template=tmp_path / "t.jin")
     with pytest.raises(UsageError, match=r"cannot read .*no.jinja .*--chat-template FILE"):
         prepared(tmp_path, [conversation("a", "b")], chat_template=tmp_path / "no.jinja")
+    with pytest.raises(UsageError, match="^/proc/self/mem: cannot be read .Input/output error"):
+        prepared(tmp_path, [conversation("a", "b")], chat_template=Path("/proc/self/mem"))
 
 
 def test_keys_can_be_named(tmp_path):
