@@ -375,10 +375,10 @@ def refusals(home):
         "gpt2: no such folder; give a run directory or the folder of a",
     )
     yield lambda: loaded.generate(5), "prompt=5: must be a string"
-    yield lambda: list(loaded.score([[1, 2], [256]])), "tokens: 256 is not in the vocabulary"
+    yield lambda: loaded.score([[1, 2], [256]]), "tokens: 256 is not in the vocabulary"
     yield lambda: list(loaded.score([1, 2])), "tokens: an array of shape ()"
     yield lambda: list(loaded.score([[[1, 2]]])), "give IDs of shape (T,), such as"
-    yield lambda: list(loaded.score(3)), "rows=3: must be a list of sequences of token IDs"
+    yield lambda: loaded.score(3), "rows=3: must be a list of sequences of token IDs"
     for tokens in (3, None, {1, 2}, [[1, 2]]):
         generate = functools.partial(loaded.generate_tokens, tokens, 1)
         yield generate, "does not contain token IDs; give IDs of shape (T,), such as"
@@ -401,6 +401,14 @@ def refusals(home):
         yield lambda stop=stop: loaded.generate(stop=stop), f"stop={stop!r}: must be a list of non-"
     yield lambda: loaded.generate(n_tokens=0), "n_tokens=0: must be a whole number"
     yield lambda: loaded.generate(n_tokens=2.5), "n_tokens=2.5: must be a whole number"
+    yield lambda: loaded.generate(n_tokens=2**40), "n_tokens=1099511627776: must be a whole number"
+    sampling = jaxgpt.config.Sampling()
+    for prompts in ([], "a", 3):
+        stream = functools.partial(loaded.stream, prompts, 1, sampling, [0])
+        yield stream, f"prompts={prompts!r}: must be a list with at least one element"
+    for seeds in ([0], [0, 1, 2]):
+        stream = functools.partial(loaded.stream, ["a", "b"], 1, sampling, seeds)
+        yield stream, f"seeds={seeds}: must have one seed for each of 2 prompts"
     for seed in (-1, 1.5, 2**31, True, "1"):
         yield lambda seed=seed: loaded.generate(seed=seed), f"seed={seed!r}: must be a whole number"
     for size in (0, -1, True):

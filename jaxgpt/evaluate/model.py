@@ -301,14 +301,15 @@ class Model:
     def score(
         self, rows: "Rows | Iterable[Sequence[int] | np.ndarray]", with_likeliest: bool = False
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield (losses,) for each row or, if `with_likeliest`, (losses, most likely tokens).
+        """Iterate over the scores of each row: (losses,) or, if `with_likeliest`, (losses, tokens).
 
-        Losses are float32 in nats, and tokens are int32 IDs. Element i refers to token i + 1 of the
-        row. Both arrays have the shape (T,), where T is `rows.length`; losses after the end of a
-        row are 0. The tokens of a `Rows` are not checked. `rows` may also be a list of token ID
-        sequences, each of at most `block_size` + 1 tokens. In this case, a sequence of n tokens
-        yields arrays of shape (n - 1,), and invalid tokens raise `UsageError` as in `logits`. Also
-        raises whatever `rows.read` raises. On a terminal, process 0 shows a progress bar.
+        Losses are float32 in nats, and tokens are the most likely int32 IDs. Element i refers to
+        token i + 1 of the row. Both arrays have the shape (T,), where T is `rows.length`; losses
+        after the end of a row are 0. The tokens of a `Rows` are not checked. `rows` may also be a
+        list of token ID sequences, each of at most `block_size` + 1 tokens. In this case, a
+        sequence of n tokens yields arrays of shape (n - 1,), and invalid tokens raise `UsageError`
+        as in `logits`. Also raises whatever `rows.read` raises. On a terminal, process 0 shows a
+        progress bar.
 
         With GPT-2's vocabulary on a CPU, `with_likeliest` increases the time by 28% (JAX 0.10.2,
         2026-11).
@@ -319,9 +320,14 @@ class Model:
             texts = [self._check_tokens(row, "(T,)", self.block_size + 1) for row in rows]
             longest = max((text.size for text in texts), default=1)
             rows = Rows(len(texts), self.row_length(longest - 1), texts.__getitem__)
-            for text, scores in zip(texts, self.score(rows, with_likeliest), strict=True):
-                yield tuple(values[: max(0, text.size - 1)] for values in scores)
-            return
+            return (
+                tuple(values[: text.size - 1] for values in scores)
+                for text, scores in zip(texts, self._scores(rows, with_likeliest), strict=True)
+            )
+        return self._scores(rows, with_likeliest)
+
+    def _scores(self, rows: Rows, with_likeliest: bool) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield the scores of each row; see `score`."""
         in_flight: deque[tuple[int, Any]] = deque()
         show = None if self._cluster.is_main else True  # None shows the bar only on a terminal
         score = self._compile_scorer(rows.length, with_likeliest)
@@ -469,7 +475,7 @@ class Model:
         stop: Sequence[str] = (),
         at_once: int | None = None,
     ) -> Iterator[list[Written]]:
-        """Continue several prompts as one batch, and yield the text of each prompt as it grows.
+        """Continue several prompts as one batch. Iterate over the texts so far, as they grow.
 
         Generation ends early when every text has reached a stop string. Up to rounding, a text does
         not depend on the other prompts.
@@ -485,6 +491,7 @@ class Model:
 
         Raises whatever `generate` raises.
         """
+        _check_prompts(prompts, seeds)
         for prompt in prompts:
             if not isinstance(prompt, str):
                 raise UsageError(
@@ -495,18 +502,23 @@ class Model:
             raise UsageError(f"stop={stop!r}: must be a list of non-empty strings")
         tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
         at_once = at_once or (TOKENS_AT_ONCE if stop else n_tokens)
-        found: list[list[int]] = [[] for _ in prompts]
-        for block_BN in self.stream_tokens(tokens, n_tokens, sampling, seeds, at_once):
-            for new, block in zip(found, block_BN.tolist(), strict=True):
-                new += block
-            is_last = len(found[0]) == n_tokens
-            texts = [
-                text_so_far(prompt, continue_prompt(tokenizer, prompt, new), stop, is_last)
-                for prompt, new in zip(prompts, found, strict=True)
-            ]
-            yield texts
-            if all(one.is_done for one in texts):
-                return
+        blocks = self.stream_tokens(tokens, n_tokens, sampling, seeds, at_once)
+
+        def texts_so_far() -> Iterator[list[Written]]:
+            found: list[list[int]] = [[] for _ in prompts]
+            for block_BN in blocks:
+                for new, block in zip(found, block_BN.tolist(), strict=True):
+                    new += block
+                is_last = len(found[0]) == n_tokens
+                texts = [
+                    text_so_far(prompt, continue_prompt(tokenizer, prompt, new), stop, is_last)
+                    for prompt, new in zip(prompts, found, strict=True)
+                ]
+                yield texts
+                if all(one.is_done for one in texts):
+                    return
+
+        return texts_so_far()
 
     def generate_tokens(
         self,
@@ -550,19 +562,33 @@ class Model:
         seeds: Sequence[int],
         at_once: int,
     ) -> Iterator[np.ndarray]:
-        """Yield generated tokens that continue B prompts: int32 (B, N), where N <= `at_once`.
+        """Iterate over generated tokens that continue B prompts: int32 (B, N), N <= `at_once`.
 
         Each prompt gets `n_tokens` tokens in total, unless the caller stops iterating earlier. For
         the arguments, see `stream` and `generate_tokens`. Raises whatever `generate_tokens` raises.
         """
         sampling.check()
-        if not (is_count(n_tokens) and is_count(at_once)):
-            key, value = ("n_tokens", n_tokens) if not is_count(n_tokens) else ("at_once", at_once)
-            raise UsageError(f"{key}={value!r}: must be a whole number, at least 1")
+        _check_prompts(prompts, seeds)
+        for key, value in (("n_tokens", n_tokens), ("at_once", at_once)):
+            if not (is_count(value) and value < 2**30):  # positions are int32
+                raise UsageError(
+                    f"{key}={value!r}: must be a whole number, at least 1 and less than 2^30"
+                )
         for seed in seeds:
             if not (is_integer(seed) and 0 <= seed < 2**31):
                 raise UsageError(f"seed={seed!r}: must be a whole number from 0 to 2^31 - 1")
         given = [self._check_tokens(tokens, "(T,)", truncate=True) for tokens in prompts]
+        return self._stream_tokens(given, n_tokens, sampling, seeds, at_once)
+
+    def _stream_tokens(
+        self,
+        given: list[np.ndarray],
+        n_tokens: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        at_once: int,
+    ) -> Iterator[np.ndarray]:
+        """Yield generated tokens; see `stream_tokens`. The arguments have been checked."""
         lengths_B = np.array([tokens.size for tokens in given], np.int32)
         windows_BP = np.zeros((len(given), self.row_length(int(max(lengths_B)))), np.int32)
         for window, tokens in zip(windows_BP, given, strict=True):
@@ -599,6 +625,15 @@ class Model:
                 jit(over_texts(extend, n_texts, (None, 0, 0, None, None, None)), donate_argnums=1),
             )
         return self._generators[key]
+
+
+def _check_prompts(prompts: object, seeds: object) -> None:
+    """Raise `UsageError` unless the arguments are non-empty sequences of the same length."""
+    for key, value in (("prompts", prompts), ("seeds", seeds)):
+        if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
+            raise UsageError(f"{key}={value!r}: must be a list with at least one element")
+    if len(prompts) != len(seeds):
+        raise UsageError(f"seeds={seeds!r}: must have one seed for each of {len(prompts)} prompts")
 
 
 def copied(arrays: Any) -> Any:
