@@ -128,7 +128,7 @@ def prepare(
         json_key=arguments.jsonl_key,
         chat_template=arguments.chat_template,
         val_share=arguments.val_share,
-        split="train" if arguments.val_share == 0 else arguments.split,
+        split=arguments.split,
         megatron=arguments.format == "megatron",
         end_of_text=arguments.eos,
         pool=pool,

@@ -31,29 +31,39 @@ class Corpus:
 
     files: list[Path]  # at least one
     lines: LineFormat  # the format of JSON lines and Parquet rows
-    val_share: float | None = None  # if None or 0, a default applies
-    split: str | None = None  # the split for all of the text; if None, the text is divided
+    val_share: float | None = None  # if None, a default applies; if 0, all of the text is in train
+    split: str | None = None  # the split for all of the text; if None, val_share applies
 
     @property
     def is_text(self) -> bool:
         """True if all files are text files."""
         return all(kind(path) is TEXT for path in self.files)
 
+    @property
+    def only_split(self) -> str | None:
+        """The split for all of the text; None if the text is divided."""
+        return "train" if self.split is None and self.val_share == 0 else self.split
+
+    def share(self, default: float) -> float:
+        """Return the validation share, or `default` if it is not set."""
+        return default if self.val_share is None else self.val_share
+
     def divided(self, pool: Executor | None) -> list[InputFile]:
         """Return the input files, each with the rule for dividing it into splits.
 
-        If `split` is set, no file is divided. If it is not set and all files are text, their
-        concatenated text is divided at one position. In all other cases, a hash of each document's
-        text selects the document's split. `pool` counts the characters of text files in parallel.
-        Raises `UsageError` if characters are counted and a file is unreadable or not UTF-8.
+        If there is an `only_split`, no file is divided. If there is none and all files are text,
+        their concatenated text is divided at one position. In all other cases, a hash of each
+        document's text selects the document's split. `pool` counts the characters of text files in
+        parallel. Raises `UsageError` if characters are counted and a file is unreadable or not
+        UTF-8.
         """
-        if self.split is not None:
+        if self.only_split is not None:
             return [InputFile(path, self.lines) for path in self.files]
         if not self.is_text:
-            share = self.val_share or DOCUMENT_SHARE
+            share = self.share(DOCUMENT_SHARE)
             return [InputFile(path, self.lines, val_share=share) for path in self.files]
         sizes = list((pool.map if pool else map)(count_characters, self.files))
-        n_train = int(sum(sizes) * (1 - (self.val_share or TEXT_SHARE)))
+        n_train = int(sum(sizes) * (1 - self.share(TEXT_SHARE)))
         starts = itertools.accumulate(sizes, initial=0)
         return [
             InputFile(path, self.lines, n_train=min(max(0, n_train - start), size))
@@ -103,7 +113,7 @@ def write_nanogpt(
         OSError: if `directory` cannot be written.
     """
     pipe = next((p for p in corpus.files if os.path.exists(p) and not os.path.isfile(p)), None)
-    counts_text = corpus.split is None and any(kind(path) is TEXT for path in corpus.files)
+    counts_text = corpus.only_split is None and any(kind(path) is TEXT for path in corpus.files)
     if pipe and (tokenizer is None or counts_text):
         raise UsageError(
             f"--input {pipe}: is not a regular file, but text files (and JSON lines with "
@@ -133,7 +143,7 @@ def write_nanogpt(
             raise UsageError(
                 f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
                 f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"
-                + ("" if corpus.split else " or change --val-share")
+                + ("" if corpus.only_split else " or change --val-share")
             )
         with new_dataset(directory, tokenizer, source) as scratch:
             for suffix, size in ((".bin", dtype.itemsize), (".mask.bin", 1)):
@@ -156,24 +166,23 @@ def _divide(corpus: Corpus, parts: Sequence[Part]) -> _Division:
 
     `parts` must contain the tokens of the files that `Corpus.divided` returned.
     """
-    if corpus.split is not None:
-        rest = "; runs validate on its end (data.val_share)" if corpus.split == "train" else ""
-        said = f"all text is in {corpus.split}.bin{rest}"
-        return _Division({corpus.split: ("train",)}, None, said)
+    if (split := corpus.only_split) is not None:
+        rest = "; runs validate on its end (data.val_share)" if split == "train" else ""
+        return _Division({split: ("train",)}, None, f"all text is in {split}.bin{rest}")
     separate = {split: (split,) for split in SPLITS}
     if corpus.is_text:
-        share = corpus.val_share or TEXT_SHARE
+        share = corpus.share(TEXT_SHARE)
         return _Division(separate, None, f"validation: the last {100 * share:g}% of the text")
     documents = sum(part.documents for part in parts)
-    is_few = not corpus.val_share and documents < FEW_DOCUMENTS
+    is_few = corpus.val_share is None and documents < FEW_DOCUMENTS
     if is_few or any(_count(parts, names) == 0 for names in separate.values()):
-        share = corpus.val_share or TEXT_SHARE
+        share = corpus.share(TEXT_SHARE)
         return _Division(
             {"train": SPLITS}, share,
             f"validation: the last {100 * share:g}% of the tokens, cut within a document, because "
             f"there are only {documents:,} documents",
         )  # fmt: skip
-    share = corpus.val_share or DOCUMENT_SHARE
+    share = corpus.share(DOCUMENT_SHARE)
     drawn = f"validation: {100 * share:g}% of the documents, selected by a hash of their text"
     return _Division(separate, None, drawn)
 

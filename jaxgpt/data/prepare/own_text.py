@@ -46,8 +46,8 @@ def prepare_text(
         json_key: keys that hold the text in JSON lines and Parquet rows; see `LineFormat.key`.
         chat_template: file with a chat template. If `tokenizer` is a path, the default is the
             tokenizer's template.
-        val_share: share of the data to use for validation; if 0 or None, the default in `corpus.py`
-            is used. Megatron data is not split.
+        val_share: share of the data to use for validation. If None, the default in `corpus.py` is
+            used. If 0, all of the text goes to `train`. Megatron data is not split.
         split: `train`, `val` or `test`; all of the text goes to this split. By default, the text is
             divided into training and validation data.
         megatron: write NAME_KEY_document.bin and .idx instead of a folder with meta.json.

@@ -58,11 +58,10 @@ def test_a_folder_may_mix_all_kinds_of_files(tmp_path):
     assert abs(len(val) - 607) < 5 * (3034 * 0.2 * 0.8) ** 0.5
 
 
-def test_a_share_of_0_means_the_default_share(tmp_path):
+def test_a_share_of_0_means_no_validation_data(tmp_path):
     write_lines(tmp_path / "a.jsonl", stories(20))
-    for name, share in ("a", None), ("b", 0):
-        prepare_text(tmp_path / name, [tmp_path / "a.jsonl"], "byte", val_share=share)
-    assert bytes_of(tmp_path / "a", "val") == bytes_of(tmp_path / "b", "val")
+    prepare_text(tmp_path / "d", [tmp_path / "a.jsonl"], "byte", val_share=0)
+    assert {path.name for path in (tmp_path / "d").iterdir()} == {"train.bin", "meta.json"}
 
 
 def test_rows_may_be_conversations_or_have_other_columns(tmp_path):
