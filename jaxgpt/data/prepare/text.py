@@ -91,7 +91,9 @@ class InputFile:
         return "val" if int.from_bytes(digest.digest()) < self.val_share * 2**64 else "train"
 
     def _text_chunks(self, tokenizer: Tokenizer, advance: Advance) -> Iterator[TextChunk]:
-        n_train, split, text = self.n_train, None, ""
+        n_train, split = self.n_train, None
+        blocks: list[str] = []  # the text since the last split point
+        size = next_try = 0  # characters in `blocks`, and how many to have at the next try to split
         if n_train is None:  # the whole text goes to one split
             n_train = sys.maxsize if self._draw_split(read_text(self.path)) == "train" else 0
         for block in read_text(self.path, advance):
@@ -99,21 +101,27 @@ class InputFile:
                 if not part:
                     continue
                 if split not in (None, part_split):
-                    yield TextChunk(split, text, False)
-                    text = ""
-                split, text = part_split, text + part
-                if size := tokenizer.split_point(text):
-                    yield TextChunk(split, text[:size], False)
-                    text = text[size:]
-                elif len(text) > _LARGEST:
+                    yield TextChunk(split, "".join(blocks), False)
+                    blocks, size, next_try = [], 0, 0
+                split, size = part_split, size + len(part)
+                blocks.append(part)
+                if size < next_try:
+                    continue
+                text = "".join(blocks)
+                if end := tokenizer.split_point(text):
+                    yield TextChunk(split, text[:end], False)
+                    blocks, size, next_try = [text[end:]], size - end, 0
+                elif size > _LARGEST:
                     raise UsageError(
-                        f"--input {self.path}: cannot split {len(text)} characters of text without "
+                        f"--input {self.path}: cannot split {size} characters of text without "
                         "changing the tokens of this tokenizer; give the text as JSON lines, "
                         "one document per line"
                     )
+                else:  # joining the blocks after each one would take quadratic time
+                    next_try = min(2 * size, _LARGEST + 1)
             n_train = max(0, n_train - len(block))
         if split is not None:
-            yield TextChunk(split, text, True)
+            yield TextChunk(split, "".join(blocks), True)
 
 
 def characters_of(file: InputFile) -> set[str]:

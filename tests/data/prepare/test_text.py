@@ -25,6 +25,7 @@ from jaxgpt.data.prepare.builtin import prepare_shakespeare_char
 from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt
 from jaxgpt.data.prepare.json_lines import LineFormat
 from jaxgpt.data.prepare.own_text import prepare_text
+from jaxgpt.data.prepare.text import InputFile
 from jaxgpt.data.tokenizers import ByteTokenizer, load_tokenizer
 from odd_texts import odd_text
 
@@ -199,6 +200,16 @@ def test_what_is_wrong_with_an_input_is_named(tmp_path, small_blocks, name, cont
     with pytest.raises(UsageError, match=words):
         prepare_text(tmp_path / "d", [tmp_path / name], "char")
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_text_without_a_split_point_is_read_in_linear_time(tmp_path, small_blocks, monkeypatch):
+    (tmp_path / "a.txt").write_text("a" * 300_000)
+    sizes = []
+    monkeypatch.setattr(ByteTokenizer, "split_point", lambda _, text: sizes.append(len(text)) or 0)
+    file = InputFile(tmp_path / "a.txt", LineFormat(None, "byte", None), n_train=200_000)
+    texts = [(c.split, len(c.text)) for c in file.chunks(ByteTokenizer(), lambda size: None)]
+    assert texts == [("train", 200_000), ("val", 100_000)]
+    assert sum(sizes) < 3 * 300_000
 
 
 def test_inputs_that_cannot_be_are_refused(tmp_path):
