@@ -147,7 +147,8 @@ def input_folder(
                 f"--input: the tokenizer of {arguments.run} is unknown; set data.tokenizer=FOLDER"
             )
         lines = LineFormat(arguments.jsonl_key, str(given or run), None)
-        corpus = Corpus(find_files(arguments.input), lines, split="test")
+        files, _ = find_files(arguments.input)
+        corpus = Corpus(files, lines, split="test")
         source = ", ".join(path.name for path in arguments.input)
         write_nanogpt(corpus, folder, tokenizer, source)
 

@@ -28,26 +28,28 @@ def kind(path: Path) -> tuple[str, ...]:
     return next((found for found in (JSON, PARQUET) if suffix in found), TEXT)
 
 
-def find_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the input files, and all regular files with a suitable suffix in the input folders.
+def find_files(inputs: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the input files, and the files in input folders that have an unknown suffix.
 
-    Suitable suffixes are those in `TEXT`, `JSON` and `PARQUET`, with or without .gz, but not .json
-    without .gz. Input folders are searched recursively. Hidden files, hidden subfolders, unreadable
+    The input files include all regular files with a suitable suffix in the input folders. Suitable
+    suffixes are those in `TEXT`, `JSON` and `PARQUET`, with or without .gz, but not .json without
+    .gz. Input folders are searched recursively. Hidden files, hidden subfolders, unreadable
     subfolders and symbolic links to folders are skipped. The files of a folder are sorted by path.
 
     Raises:
         UsageError: if a path does not exist or cannot be accessed, if a folder has no suitable
             files, or if a file name ends in .zst.
     """
-    files = []
+    files, ignored = [], []
     for path in inputs:
         try:
             is_missing, is_folder = not path.exists(), path.is_dir()
-            found = list(filter(_belongs, _files_in(path))) if is_folder else [path]
+            inside = _files_in(path) if is_folder else []
         except OSError as error:
             raise UsageError(f"--input {path}: cannot be read ({in_words(error)})") from None
         if is_missing:
             raise UsageError(f"--input {path}: cannot be read (no such file)")
+        found = [file for file in inside if _belongs(file)] if is_folder else [path]
         if not found:
             suffixes = ", ".join(TEXT + JSON[:2])
             raise UsageError(
@@ -55,17 +57,10 @@ def find_files(inputs: Iterable[Path]) -> list[Path]:
                 f"{PARQUET[0]}; give the files themselves, which may have any name"
             )
         files += found
+        ignored += [file for file in inside if not _belongs(file)]
     if packed := [path for path in files if path.suffix.lower() == ".zst"]:
         raise UsageError(f"--input {packed[0]}: zstd is not supported; decompress it with zstd -d")
-    return files
-
-
-def ignored_files(inputs: Iterable[Path]) -> list[Path]:
-    """Return the files in input folders that `find_files` skips because of their suffixes.
-
-    May raise `OSError` if a file in a folder cannot be accessed.
-    """
-    return [file for path in inputs for file in _files_in(path) if not _belongs(file)]
+    return files, ignored
 
 
 def _files_in(folder: Path) -> list[Path]:

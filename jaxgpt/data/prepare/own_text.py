@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxgpt.config import UsageError
 from jaxgpt.data.prepare.builtin import summary
 from jaxgpt.data.prepare.corpus import Corpus, write_megatron, write_nanogpt
-from jaxgpt.data.prepare.files import find_files, ignored_files
+from jaxgpt.data.prepare.files import find_files
 from jaxgpt.data.prepare.json_lines import LineFormat
 from jaxgpt.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
@@ -59,7 +59,7 @@ def prepare_text(
             old.
         OSError: if `directory` cannot be written.
     """
-    files = find_files(inputs)
+    files, ignored = find_files(inputs)
     name, encoder = str(tokenizer), tokenizer
     if isinstance(tokenizer, str):
         names = "`byte`" if megatron else "`char`, `byte`"
@@ -104,7 +104,7 @@ def prepare_text(
             "a single document cannot be split for validation in this format; give several "
             "documents, or use --format nanogpt"
         )
-    if ignored := ignored_files(inputs):
+    if ignored:
         said.append(
             f"ignored {len(ignored):,} file{'s' * (len(ignored) > 1)} with an unknown suffix, such "
             f"as {ignored[0]}"
