@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxgpt.config import UsageError, check_shape, in_words, read_json
+from jaxgpt.config import UsageError, check_shape, in_words, read_json, shorten
 from jaxgpt.data.source import read_meta
 
 FILE = "tokenizer.json"
@@ -385,9 +385,10 @@ def load_tokenizer(
         ids = _parse(content).get_vocab(with_added_tokens=True)
         config, eos = file.parent / "tokenizer_config.json", end_of_text
         if eos is None and config.is_file():
-            eos = read_json(config, {}).get("eos_token")
-            eos = eos["content"] if isinstance(eos, dict) else eos
-            check_shape(eos, str | None, "eos_token of tokenizer_config.json")
+            value = read_json(config, {}).get("eos_token")
+            eos = special_token(value)
+            if eos is None and value is not None:
+                raise ValueError(f"eos_token of tokenizer_config.json is {shorten(repr(value))}")
         size = max(ids.values()) + 1
     except UsageError:
         raise
@@ -402,6 +403,16 @@ def load_tokenizer(
         raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of a special token")
     mark = next((ids[name] for name in (eos, *_ENDS_OF_TEXT) if name in ids), None)
     return HFTokenizer(content, size, mark)
+
+
+def special_token(value: Any) -> str | None:
+    """Return the text of a special token in tokenizer_config.json.
+
+    `value` is the text, or a dictionary with the text as its `content`. Return None if it is
+    neither, for example if the tokenizer has no such token.
+    """
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
 def _from_sentencepiece(path: Path, end_of_text: str | None) -> SentencePieceTokenizer:

@@ -1,10 +1,10 @@
 """Tokenization for lm_eval, with the special tokens of a transformers tokenizer."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxgpt.convert.safetensors import read_json
-from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer
+from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, special_token
 
 # transformers saves a tokenizer's settings in these files, next to the weights. If a setting is in
 # both files, the first file takes precedence.
@@ -44,15 +44,7 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
     if not found or not isinstance(tokenizer, HFTokenizer):
         return plain
     settings = {key: value for one in reversed(found) for key, value in one.items()}
-    bos, eos = (_token(settings.get(key), tokenizer) for key in ("bos_token", "eos_token"))
-    prefixes = (token for token in (bos, eos, end) if token is not None)
+    names = (special_token(settings.get(key)) for key in ("bos_token", "eos_token"))
+    ids = [None if name is None else tokenizer.vocabulary().get(name) for name in names]
+    prefixes = (token for token in (*ids, end) if token is not None)
     return Encoder(tokenizer, next(prefixes, 0), *tokenizer.tokens_around())
-
-
-def _token(given: Any, tokenizer: HFTokenizer) -> int | None:
-    """Return the ID of a token, or None if the token is unknown.
-
-    `given` is the token's name, or a dictionary with the name as its `content`.
-    """
-    name = given.get("content") if isinstance(given, dict) else given
-    return tokenizer.vocabulary().get(name) if isinstance(name, str) else None

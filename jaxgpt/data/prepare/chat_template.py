@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgpt.config import UsageError, in_words, read_json
+from jaxgpt.data.tokenizers import special_token
 
 FILE = "chat_template.jinja"
 # In older versions, a template can escape the sandbox (CVE-2025-27516).
@@ -147,14 +148,10 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
             f"--tokenizer {tokenizer}: cannot read {file or FILE} or tokenizer_config.json "
             f"({in_words(error)}); give another template with --chat-template FILE"
         ) from None
-    tokens = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
-    tokens = {key: value for key, value in tokens.items() if isinstance(value, str)}
+    # Settings such as add_bos_token are not tokens.
+    names = [key for key in config if key.endswith("_token")]
+    tokens = {name: text for name in names if (text := special_token(config[name])) is not None}
     return None if source is None else ChatTemplate(source, tokens, name)
-
-
-def _content(token: Any) -> Any:
-    """Return the text of a special token, given as a string or as a dictionary with options."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _unmarked(marked: str) -> Rendered:
