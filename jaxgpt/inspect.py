@@ -39,7 +39,8 @@ from jaxgpt.config import (
 from jaxgpt.data.blend import blend_shares, parse_lines
 from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.loader import Loader
-from jaxgpt.evaluate.model import Model, Rows, Trained, without_training
+from jaxgpt.evaluate.model import Model, Rows
+from jaxgpt.evaluate.trained import Trained, without_training
 from jaxgpt.spikes.policy import skipped_by_rewinds
 from jaxgpt.spikes.skip import SkipRanges
 from jaxgpt.tracking.jsonl import METRICS, json_line, read_records

@@ -37,15 +37,12 @@ from jaxgpt.data.dataset import with_vocabulary
 from jaxgpt.data.loader import Loader
 from jaxgpt.evaluate.model import (
     Model,
-    Trained,
     check_exists,
     copied,
-    find_trained,
     is_count,
     is_integer,
-    run_folder,
-    without_training,
 )
+from jaxgpt.evaluate.trained import Trained, find_trained, run_folder, without_training
 from jaxgpt.optim import CHOICES
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.runtime.compile_cache import use_compile_cache

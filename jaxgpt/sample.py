@@ -10,8 +10,9 @@ from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import job_exit_handler
 from jaxgpt.config import CommandParser, Sampling, UsageError, file_path, in_words, whole_number
 from jaxgpt.data.tokenizers import Tokenizer
-from jaxgpt.evaluate.model import Model, find_trained, run_folder
+from jaxgpt.evaluate.model import Model
 from jaxgpt.evaluate.stop_strings import Written
+from jaxgpt.evaluate.trained import find_trained, run_folder
 from jaxgpt.tracking.appended_file import printable
 
 STREAMED_AT_ONCE = 8  # tokens to generate between updates with --stream
@@ -172,12 +173,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
-        tokenizer = trained.tokenizer
-        if tokenizer is None:
-            raise UsageError(
-                f"--run {arguments.run}: has no tokenizer; set data.tokenizer when training, or "
-                "import the weights with --tokenizer"
-            )
+        tokenizer = trained.known_tokenizer(f"--run {arguments.run}")
         prompts = cluster.run_on_all(read_prompts, arguments, tokenizer)
         model = Model(trained, 1, cluster)
     seeds = range(arguments.seed, arguments.seed + arguments.num_samples)

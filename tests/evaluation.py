@@ -13,7 +13,8 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape
 from jaxgpt.data.batch import input_batch
 from jaxgpt.evaluate.__main__ import evaluate, parser
-from jaxgpt.evaluate.model import Model, find_trained
+from jaxgpt.evaluate.model import Model
+from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.models.transformer import gpt_graph
 from jobs import SMALL, checkpoint_arrays, limited_devices, train_here
 

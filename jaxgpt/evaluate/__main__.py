@@ -27,8 +27,9 @@ from jaxgpt.data.prepare.files import find_files
 from jaxgpt.data.prepare.json_lines import LineFormat
 from jaxgpt.data.source import ALL_SPLITS
 from jaxgpt.data.tokenizers import load_tokenizer
-from jaxgpt.evaluate.model import Model, find_trained, host_folder, run_folder
+from jaxgpt.evaluate.model import Model
 from jaxgpt.evaluate.split import ALL, Loss, Split, corpus_losses, open_split, sum_losses
+from jaxgpt.evaluate.trained import find_trained, host_folder, run_folder
 from jaxgpt.tracking.jsonl import json_line
 
 LM_EVAL = "lm-eval"

@@ -13,7 +13,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jaxgpt.cluster.process_group import join_alone
 from jaxgpt.config import Sampling, UsageError
 from jaxgpt.evaluate.encoder import encoder_of
-from jaxgpt.evaluate.model import Model, Pair, find_trained, log_likelihoods, run_folder
+from jaxgpt.evaluate.log_likelihoods import Pair, log_likelihoods
+from jaxgpt.evaluate.model import Model
+from jaxgpt.evaluate.trained import find_trained, run_folder
 
 DEFAULT_BATCH = 16
 GENERATED_AT_ONCE = 32  # number of tokens to generate before checking whether the text has ended
@@ -77,12 +79,7 @@ class JaxGPT(TemplateLM):
         cluster = join_alone("lm_eval")
         with run_folder(str(run), cluster) as folder:
             trained = find_trained(folder, step, mesh, dtype, (), longest)
-            if trained.tokenizer is None:
-                raise UsageError(
-                    f"run={run}: has no tokenizer, which lm_eval tasks need; set data.tokenizer "
-                    "when training, or import the weights with --tokenizer"
-                )
-            self._encoder = encoder_of(folder, trained.tokenizer)
+            self._encoder = encoder_of(folder, trained.known_tokenizer(f"run={run}"))
             self._model = Model(trained, size, cluster)
 
     @property

@@ -1,35 +1,23 @@
-"""Trained models: find a checkpoint before JAX starts, then load and run the model."""
+"""A trained model on a mesh: scores of rows, logits and generated text."""
 
-import contextlib
 import functools
 import itertools
-import tempfile
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 from tqdm import tqdm
 
-from jaxgpt.checkpoint.metadata import WEIGHTS_ONLY, choose_checkpoint, read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import (
-    Config,
-    Sampling,
-    UsageError,
-    config_from_dict,
-    expand_user,
-    mesh_shape,
-    override_data,
-    parse_mesh,
-)
-from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_folder
+from jaxgpt.config import Sampling, UsageError, mesh_shape
 from jaxgpt.data.loader import global_array
-from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, prompt_tokens, tokenizer_from_meta
+from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, prompt_tokens
 from jaxgpt.evaluate.stop_strings import Written, text_so_far
+from jaxgpt.evaluate.trained import Trained
 from jaxgpt.runtime.initialize import initialize_jax
 
 if TYPE_CHECKING:
@@ -41,131 +29,6 @@ MAX_LOGITS = 2**27  # approximate maximum number of logits on each device in `sc
 LEAST_LENGTH = 64  # tokens; shorter rows are padded, because each length requires a compilation
 IN_FLIGHT = 2  # batches in flight while the host reads results
 TOKENS_AT_ONCE = 16  # tokens to generate between checks for stop strings
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Description of a trained model, without its parameters."""
-
-    where: str  # run directory, or a name for messages if the parameters are already loaded
-    step: int
-    config: Config  # the run's configuration, adapted for evaluation
-    tokenizer: Tokenizer | None
-    block_size: int  # length T of the longest row to evaluate, at most the model's context length
-    data: Literal["own", "given", "none"]
-    """Where `config.data` comes from: the run, the user (at least in part), or nowhere (imported
-    weights)."""
-
-
-@contextlib.contextmanager
-def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield the run directory `where`, or a temporary run directory for a Transformers model.
-
-    A Hugging Face Transformers model is given as hf:FOLDER, or as a folder with a config.json and
-    no checkpoints. The first process of each host converts the model. All processes must call this.
-    Raises `UsageError` if the path is invalid, or if the folder does not exist or cannot be
-    converted. Raises `OSError` if the folder cannot be accessed or no temporary folder can be
-    created.
-    """
-    if not where.startswith(TRANSFORMERS):
-        given = Path(expand_user(where))
-        if not given.is_dir():
-            raise UsageError(
-                f"{where}: no such folder; give a run directory or the folder of a Hugging Face "
-                "model"
-            )
-        if (given / "checkpoints").exists() or not (given / "config.json").is_file():
-            yield given
-            return
-        where = f"{TRANSFORMERS}{given}"
-    source = transformers_folder(where)
-
-    def convert(folder: Path) -> None:
-        convert_in_subprocess(source, folder, where)
-
-    with host_folder("weights", convert, cluster) as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup) -> Iterator[Path]:
-    """Yield the path of a temporary folder that the first process of each host writes.
-
-    `write` gets the path, which ends with `name`, and must create the folder. The process that
-    wrote the folder removes it at the end, without waiting for other processes. Each host has a
-    separate folder, because hosts might not share temporary folders. All processes must call this.
-    If `write` raises `UsageError` on any host, all processes raise `UsageError`. Raises `OSError`
-    if no temporary folder can be created, or if `write` raises it.
-    """
-    with contextlib.ExitStack() as at_end:
-
-        def make() -> str | None:
-            if cluster.local_rank > 0:
-                return None
-            made = tempfile.TemporaryDirectory(prefix="jaxgpt-", ignore_cleanup_errors=True)
-            folder = at_end.enter_context(made)
-            write(Path(folder, name))
-            return folder
-
-        folders = cluster.allgather(cluster.run_on_all(make))
-        yield Path(folders[cluster.hosts[cluster.rank]], name)
-
-
-def find_trained(
-    where: Path,
-    step: int | None = None,
-    mesh: str = "1,-1,1",
-    dtype: str | None = None,
-    settings: Sequence[str] = (),
-    block_size: int | None = None,
-) -> Trained:
-    """Find a checkpoint in a run directory, without reading its parameters.
-
-    Args:
-        where: run directory.
-        step: step of the checkpoint; default the newest.
-        mesh: value of `parallel.mesh` for the evaluation.
-        dtype: compute dtype, float32 or bfloat16; default the run's.
-        settings: data settings, "data.KEY=VALUE", which override the run's.
-        block_size: length T of the longest row, at least 1; default the model's.
-
-    Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
-    tokenizer's file is missing, unreadable or has changed, if the mesh is malformed or does not fit
-    the run's configuration and `block_size`, if `dtype` or `settings` are invalid or contradict
-    each other, or if `block_size` is larger than the model's.
-    """
-    step = choose_checkpoint(where, step)
-    meta = read_meta(where, step)
-    config = override_data(config_from_dict(meta["config"], str(where)), settings)
-    # Use any attention kernel that runs here, because training may have used other devices.
-    config = config.replace(
-        parallel__mesh=mesh,
-        model__attention="auto",
-        train__dtype=dtype or config.train.dtype,
-        train__matmul_dtype=None,
-    )
-    config = without_training(config)
-    longest = config.model.block_size
-    if block_size is not None and block_size > longest:
-        raise UsageError(f"--block-size={block_size}: must be at most model.block_size={longest}")
-    mesh_shape(config.replace(model__block_size=block_size or longest))
-    # The table of learned position embeddings must keep its size.
-    if block_size is not None and config.model.position == "rope":
-        config = config.replace(model__block_size=block_size)
-    data: Literal["own", "given", "none"]
-    data = "given" if settings else "none" if meta.get(WEIGHTS_ONLY) else "own"
-    tokenizer = meta["tokenizer"] and tokenizer_from_meta(meta["tokenizer"], where)
-
-    return Trained(str(where), step, config, tokenizer, block_size or longest, data)
-
-
-def without_training(config: Config) -> Config:
-    """Return a configuration without dropout, and with one microbatch for each pipeline stage.
-
-    A `stage` axis of size -1 counts as 1. Raises `UsageError` if parallel.mesh is malformed.
-    """
-    n_stages = parse_mesh(config.parallel.mesh).split_of("splits_layers")
-    return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=n_stages)
 
 
 class Rows(NamedTuple):
@@ -276,13 +139,7 @@ class Model:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `UsageError` if there is no tokenizer."""
-        if self.trained.tokenizer is None:
-            raise UsageError(
-                f"{self.trained.where}: has no tokenizer; set data.tokenizer when training, import "
-                "the weights with `python -m jaxgpt.convert from-hf --tokenizer`, or use "
-                "generate_tokens"
-            )
-        return self.trained.tokenizer
+        return self.trained.known_tokenizer(self.trained.where, ", or use generate_tokens")
 
     def row_length(self, n: int) -> int:
         """Return the padded length for a row of n inputs.
@@ -627,7 +484,7 @@ class Model:
         return self._generators[key]
 
 
-def _check_prompts(prompts: object, seeds: object) -> None:
+def _check_prompts(prompts: Any, seeds: Any) -> None:
     """Raise `UsageError` unless the arguments are non-empty sequences of the same length."""
     for key, value in (("prompts", prompts), ("seeds", seeds)):
         if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
@@ -686,47 +543,6 @@ def over_texts(
         return jax.tree.map(lambda x: x[None], function(*one))
 
     return on_one
-
-
-class Pair(NamedTuple):
-    """Token IDs of a context and its continuation."""
-
-    context: list[int]
-    continuation: list[int]
-
-
-class LogLikelihood(NamedTuple):
-    """Log-likelihood of a continuation given its context."""
-
-    nats: float
-    is_greedy: bool  # whether each token of the continuation is the most likely one
-
-
-def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
-    """Return the log-likelihood of each continuation, in the order of `pairs`.
-
-    A context must have at least one token, and a continuation must have at most `model.block_size`
-    tokens. The caller must ensure that all tokens are in the vocabulary. A context is truncated on
-    the left if it is too long. All processes must call this. Raises whatever `Model.score` raises.
-    """
-    rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
-    by_length = defaultdict(list)
-    for number, row in enumerate(rows):
-        by_length[model.row_length(len(row) - 1)].append(number)
-    found: dict[int, LogLikelihood] = {}
-    for length, members in sorted(by_length.items()):
-
-        def read(i: int, members: list[int] = members) -> np.ndarray:
-            return np.array(rows[members[i]], np.int32)
-
-        scores = model.score(Rows(len(members), length, read), with_likeliest=True)
-        for number, (losses, likeliest) in zip(members, scores, strict=True):
-            end, n = len(rows[number]) - 1, len(pairs[number].continuation)
-            assert n <= end, (n, end)
-            here = slice(end - n, end)
-            is_greedy = np.array_equal(likeliest[here], pairs[number].continuation)
-            found[number] = LogLikelihood(-float(losses[here].sum(dtype=np.float64)), is_greedy)
-    return [found[number] for number in range(len(pairs))]
 
 
 def _round_up(n: int, multiple: int) -> int:

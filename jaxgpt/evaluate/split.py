@@ -19,7 +19,8 @@ from jaxgpt.config import UsageError
 from jaxgpt.data.dataset import Dataset, open_dataset, with_vocabulary
 from jaxgpt.data.token_file import Tokens
 from jaxgpt.data.tokenizers import Tokenizer, same_tokens
-from jaxgpt.evaluate.model import Model, Rows, Trained
+from jaxgpt.evaluate.model import Model, Rows
+from jaxgpt.evaluate.trained import Trained
 from jaxgpt.train.resume import with_moved_tokenizer
 
 ANY_VOCABULARY = 2**31 - 1  # accepts data with any vocabulary; tokenizers are compared later

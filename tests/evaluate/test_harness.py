@@ -18,7 +18,7 @@ from evaluation import SHAPE, TEXT
 from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.convert.names import NANOGPT
 from jaxgpt.data.prepare.own_text import prepare_text
-from jaxgpt.evaluate.model import find_trained
+from jaxgpt.evaluate.trained import find_trained
 from jobs import checkpoint_arrays, environment, train_here
 from side_by_side import peer_weights
 

@@ -9,7 +9,8 @@ from evaluation import BLOCK, TEXT, opened, reference_logits, train
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Sampling, UsageError
 from jaxgpt.data.prepare.own_text import prepare_text
-from jaxgpt.evaluate.model import Pair, find_trained, log_likelihoods
+from jaxgpt.evaluate.log_likelihoods import Pair, log_likelihoods
+from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.train import inference
 
 SIZES = (1, 3, 9, BLOCK - 1, BLOCK, BLOCK + 5, 17, 2)  # of prompts, in tokens

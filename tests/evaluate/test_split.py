@@ -14,8 +14,8 @@ from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.token_file import TokenFile, Tokens
 from jaxgpt.data.tokenizers import load_tokenizer
 from jaxgpt.evaluate.__main__ import as_table
-from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.split import Loss, Windows, open_split, read_chunks
+from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.tracking.jsonl import json_line
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.config import UsageError
 from jaxgpt.convert.__main__ import main as convert_command
-from jaxgpt.evaluate import model
+from jaxgpt.evaluate import trained
 from jobs import SMALL, run, train_here
 
 LLAMA = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.n_kv_head=2")
@@ -49,9 +49,9 @@ def test_each_host_converts_for_itself_and_leaves_nothing(fails, monkeypatch, tm
         if fails:
             raise UsageError(f"{key}: {source}")
 
-    monkeypatch.setattr(model, "convert_in_subprocess", convert)
+    monkeypatch.setattr(trained, "convert_in_subprocess", convert)
     expected = pytest.raises(UsageError) if fails else contextlib.nullcontext()
-    with expected, model.run_folder("hf:/llama", Cluster()) as folder:
+    with expected, trained.run_folder("hf:/llama", Cluster()) as folder:
         assert folder.parent.parent == tmp_path and folder.is_dir()
     assert not list(tmp_path.iterdir())
 

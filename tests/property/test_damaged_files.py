@@ -31,7 +31,7 @@ from jaxgpt.data.batch_sizes import BatchSizes
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.data.tokenizers import load_tokenizer
-from jaxgpt.evaluate.model import find_trained
+from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.inspect import differences
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.replay import read_history

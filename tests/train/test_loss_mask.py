@@ -16,8 +16,8 @@ from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.data.batch import TokenRows, input_batch
 from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
-from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.split import Loss
+from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train.compiled import make_steps

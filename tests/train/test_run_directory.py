@@ -17,8 +17,8 @@ from jaxgpt.checkpoint.metadata import add_checksum
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import Config, DataConfig, UsageError, parse_args
 from jaxgpt.data.loader import Loader
-from jaxgpt.evaluate.model import find_trained
 from jaxgpt.evaluate.split import open_split
+from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.replay import Repeater
 from jaxgpt.train import run_directory
 from jobs import META, SMALL, command, environment, run, train_here
