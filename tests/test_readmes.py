@@ -1,8 +1,9 @@
-"""A reader can type every example in the READMEs: each block of Bash or Python runs as printed.
+"""A reader can type every example in the documents: each Bash or Python block runs as printed.
 
-The blocks of a README run in order in one scratch folder. A block marked ```bash long takes
-minutes, or repeats what other tests cover, so it runs only with --long. Output, and commands that
-need a network, a cluster or a GPU, are in ```text blocks.
+The documents are the README.md and DETAILS.md of each folder. The blocks of a document run in order
+in one scratch folder. A block marked ```bash long takes minutes, or repeats what other tests cover,
+so it runs only with --long. Output, and commands that need a network, a cluster or a GPU, are in
+```text blocks.
 """
 
 import re
@@ -16,9 +17,10 @@ import pytest
 from jobs import environment
 
 ROOT = Path(__file__).parents[1]
-READMES = sorted(
+DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for path in ROOT.rglob("README.md")
+    for name in ("README.md", "DETAILS.md")
+    for path in ROOT.rglob(name)
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 BLOCK = re.compile(r"^ *```(.*?)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -29,14 +31,14 @@ PROGRAMS = {
 }
 
 
-def blocks(readme):
+def blocks(document):
     """Return the (kind, text) of each block that is to run."""
-    found = BLOCK.findall((ROOT / readme).read_text())
+    found = BLOCK.findall((ROOT / document).read_text())
     return [(kind, text) for kind, text in found if kind in PROGRAMS]
 
 
-@pytest.mark.parametrize("readme", [r for r in READMES if blocks(r)], ids=str)
-def test_examples_run_as_printed(readme, tmp_path, data_home, request):
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d)], ids=str)
+def test_examples_run_as_printed(document, tmp_path, data_home, request):
     (tmp_path / "data").mkdir()
     for name in ("python", "shakespeare_char"):
         if (data_home / name).exists():
@@ -44,7 +46,7 @@ def test_examples_run_as_printed(readme, tmp_path, data_home, request):
     for name in ("configs", "launch", "notebooks"):
         (tmp_path / name).symlink_to(ROOT / name)
     settings = environment(JAXGPT_DATA=str(tmp_path / "data"), PYTHONPATH=str(ROOT))
-    for kind, text in blocks(readme):
+    for kind, text in blocks(document):
         if kind != "bash long" or request.config.getoption("--long"):
             job = subprocess.run(
                 [*PROGRAMS[kind], text],
@@ -58,13 +60,13 @@ def test_examples_run_as_printed(readme, tmp_path, data_home, request):
             assert job.returncode == 0, f"{text}\n{job.stdout}"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=str)
-def test_every_block_is_of_a_known_kind(readme):
-    kinds = {kind for kind, _ in BLOCK.findall((ROOT / readme).read_text())}
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_every_block_is_of_a_known_kind(document):
+    kinds = {kind for kind, _ in BLOCK.findall((ROOT / document).read_text())}
     assert kinds <= {*PROGRAMS, "diff", "text"}
 
 
-@pytest.mark.parametrize("readme", READMES, ids=str)
+@pytest.mark.parametrize("readme", [d for d in DOCUMENTS if d.name == "README.md"], ids=str)
 def test_a_readme_begins_with_the_question_it_answers(readme):
     first = (ROOT / readme).read_text().splitlines()[0]
     assert first.startswith("# ")
@@ -81,13 +83,13 @@ def test_the_front_door_is_short_and_its_paths_exist():
             assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("readme", READMES, ids=str)
-def test_links_lead_to_a_file_and_a_section(readme):
-    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / readme).read_text()):
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_lead_to_a_file_and_a_section(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):
         path, _, section = link.partition("#")
         if "://" in path:
             continue
-        target = ROOT / readme.parent / path if path else ROOT / readme
+        target = ROOT / document.parent / path if path else ROOT / document
         assert target.exists(), link
         if section:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
