@@ -3,7 +3,7 @@
 Written: `jax.shard_map` with collectives, as in `jaxgpt.parallel`. Plain: `jax.jit`, shardings of
 the state from the same rule table, and constraints on activations and weights where the table
 changes; XLA's partitioner writes the collectives. Both share the layers and differ in the context
-that these are given. The table goes to jaxgpt/parallel/README.md.
+that these are given. The table goes to jaxgpt/parallel/DETAILS.md.
 
 `h100` compiles for eight H100 ahead of time: no GPU is needed, but pip install 'jax[cuda12]', and
 JAX_PLATFORMS=cpu in the environment.
