@@ -34,7 +34,7 @@ def norms(arrays):
 
 
 def params_of(directory, step):
-    """Return the parameters of a checkpoint by their names in models/README.md."""
+    """Return the parameters of a checkpoint by their names in models/DETAILS.md."""
     arrays = checkpoint_arrays(directory, step)
     return {
         name.replace("']['", "/").split("params/")[1].removesuffix("']"): array.astype(np.float64)
