@@ -1,4 +1,4 @@
-"""The memory of a run does not grow with its steps. (A save leaks about 30 kB: README.md.)"""
+"""The memory of a run does not grow with its steps. (A save leaks about 30 kB: DETAILS.md.)"""
 
 import subprocess
 import sys
