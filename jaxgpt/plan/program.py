@@ -16,7 +16,7 @@ from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import update_flops
 from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding as partition
-from jaxgpt.parallel.context import choose_implementation
+from jaxgpt.parallel.context import choose_implementation, split_sequence
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
@@ -91,37 +91,14 @@ def compile_step(
         RuntimeError: if XLA cannot compile the step.
     """
     kernel, reason = attention_kernel(config, device)
-    stand_in, warnings = config, []
-    if device.name != "cpu":
-        # Compiling without FP8 gives a better estimate than emulating FP8 on a CPU. On an H100, FP8
-        # changes the memory for activations by -16% to +17%.
-        if config.train.matmul_dtype is not None:
-            warnings = check_float8(device.platform, device.cuda_capability)
-            warnings.append(
-                f"train.matmul_dtype={config.train.matmul_dtype}: memory and times are estimated "
-                f"for matmuls in {config.train.dtype}"
-            )
-            stand_in = stand_in.replace(train__matmul_dtype=None)
-        # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
-        # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
-        stand_in = stand_in.replace(parallel__scan_layers=True)
-        if config.train.dtype == "bfloat16":
-            train = dataclasses.replace(stand_in.train, dtype="float16")
-            stand_in = stand_in.replace(train=train)
-        if config.parallel.grad_reduce_dtype == "bfloat16":
-            parallel = dataclasses.replace(stand_in.parallel, grad_reduce_dtype="float16")
-            stand_in = stand_in.replace(parallel=parallel)
-    impl, why = "", ""
-    if shape.split_of("splits_sequence") > 1:  # the simulated devices share a host
-        impl, why = choose_implementation(config, shape, devices_per_host)
-        stand_in = stand_in.replace(parallel__context_impl=impl)
+    warnings = _matmul_warnings(config, device)
+    stand_in = _stand_in(config, shape, device, devices_per_host)
     stand_in, simulated = with_fewer_replicas(stand_in, shape)
-    mesh = _simulated_mesh(simulated)
     attend = None
     if (make_kernel := KERNELS[kernel].stand_in) is not None:
         attend = make_kernel()
         stand_in = stand_in.replace(model__attention="auto")  # the kernel itself cannot run here
-    steps = make_steps(stand_in, mesh, attend, on_cpu=device.name == "cpu")
+    steps = make_steps(stand_in, _simulated_mesh(simulated), attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
     found = compiled.memory_analysis()
     total = (
@@ -132,18 +109,51 @@ def compile_step(
     )
     memory = state_memory(config, shape, device)
     state = memory.parameters + memory.moments
-    note = steps.model.context_note.replace(f"parallel.context_impl={impl}", why)
+    split = split_sequence(config, shape, steps.model.context, attend, devices_per_host)
     gradients = min(memory.gradients, total - state)
     return Program(
         memory=dataclasses.replace(
             memory, gradients=gradients, activations_and_temporaries=total - state - gradients
         ),
         collectives=read_collectives(compiled.as_text(), simulated),
-        attention="; ".join(filter(None, [f"{kernel} ({reason})", note])),
+        attention="; ".join(filter(None, [f"{kernel} ({reason})", split.note])),
         stores_scores=KERNELS[kernel].stores_scores,
         warnings=(*warnings, *steps.warnings),
         update_flops=optimizer_flops(config, shape),
     )
+
+
+def _stand_in(config: Config, shape: MeshShape, device: Device, devices_per_host: int) -> Config:
+    """Return the configuration to compile for simulated CPU devices instead of `config`."""
+    if shape.split_of("splits_sequence") > 1:  # the simulated devices share a host
+        impl, _ = choose_implementation(config, shape, devices_per_host)
+        config = config.replace(parallel__context_impl=impl)
+    if device.name == "cpu":
+        return config
+    # Compiling without FP8 gives a better estimate than emulating FP8 on a CPU. On an H100, FP8
+    # changes the memory for activations by -16% to +17%.
+    config = config.replace(train__matmul_dtype=None)
+    # For GPT-2 XL, unrolled layers compiled for an H100 need as much memory as scanned layers
+    # compiled for a CPU. Unrolled layers compiled for a CPU need twice as much.
+    config = config.replace(parallel__scan_layers=True)
+    # Whole sections are replaced, because float16 is not a value that users may choose.
+    if config.train.dtype == "bfloat16":
+        config = config.replace(train=dataclasses.replace(config.train, dtype="float16"))
+    if config.parallel.grad_reduce_dtype == "bfloat16":
+        parallel = dataclasses.replace(config.parallel, grad_reduce_dtype="float16")
+        config = config.replace(parallel=parallel)
+    return config
+
+
+def _matmul_warnings(config: Config, device: Device) -> list[str]:
+    """Return warnings about train.matmul_dtype, which the simulated devices do not use."""
+    if device.name == "cpu" or config.train.matmul_dtype is None:
+        return []
+    return [
+        *check_float8(device.platform, device.cuda_capability),
+        f"train.matmul_dtype={config.train.matmul_dtype}: memory and times are estimated for "
+        f"matmuls in {config.train.dtype}",
+    ]
 
 
 def attention_kernel(config: Config, device: Device) -> tuple[str, str]:
