@@ -16,7 +16,7 @@ from jaxgpt.config import parse_args
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.perf.flops import Rates, flops_per_token, peak_flops
 from jaxgpt.perf.matmul import matmul_rate, matmul_size
-from jaxgpt.perf.memory import memory_in_use
+from jaxgpt.perf.memory import compiled_bytes, memory_in_use
 from jaxgpt.perf.profile import describe
 from jaxgpt.train.init_from import initial_model
 
@@ -140,12 +140,11 @@ def memory(compiled: Any, cluster: ProcessGroup) -> dict[str, Value]:
     The compiled step's memory does not include its code. All processes must call this. The peak is
     None if a process cannot measure it.
     """
-    planned = compiled.memory_analysis()
-    size = planned.argument_size_in_bytes + planned.output_size_in_bytes
-    size += planned.temp_size_in_bytes - planned.alias_size_in_bytes
     peaks = cluster.allgather(memory_in_use())
     peak = None if None in peaks else max(peak for _, peak in peaks)
     return {
-        "device_compiled_bytes": Value(size, "bytes", "per device, according to the compiler"),
+        "device_compiled_bytes": Value(
+            compiled_bytes(compiled), "bytes", "per device, according to the compiler"
+        ),
         "peak_bytes": Value(peak, "bytes", "maximum over devices, or over processes on CPUs"),
     }

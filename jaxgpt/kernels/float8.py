@@ -9,13 +9,13 @@ differ only in the order and the precision of the summation.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxgpt.config import UsageError
+from jaxgpt.kernels.linear import matmul_gradients
 
 MIN_CAPABILITY = 8.9  # CUDA compute capability of the first GPUs with FP8 (Ada)
 # For gradients, cublasLt must not use its fast accumulation, which has fewer bits.
@@ -71,14 +71,9 @@ def _forward(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, tuple[Quant
 def _backward(
     n: int, kept: tuple[Quantized, Quantized], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    dtype, shapes = dy.dtype, [one.values.shape for one in kept]
+    dtype = dy.dtype
     x, w, dy = (_dequantize(one, dtype) for one in (*kept, quantize(dy, jnp.float8_e5m2)))
-    inputs = math.prod(w.shape[:n])
-    x_NI, w_IO = x.reshape(-1, inputs), w.reshape(inputs, -1)
-    dy_NO = dy.reshape(-1, w_IO.shape[1])
-    products = (dy_NO, w_IO.T), (x_NI.T, dy_NO)
-    dx, dw = (jnp.matmul(*operands, precision=_EXACT_SUMS) for operands in products)
-    return dx.reshape(shapes[0]), dw.reshape(shapes[1])
+    return matmul_gradients(x, w, dy, n, _EXACT_SUMS)
 
 
 float8_matmul.defvjp(_forward, _backward)

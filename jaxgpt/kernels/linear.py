@@ -33,14 +33,26 @@ def _forward(x: jax.Array, w: jax.Array, n: int) -> tuple[jax.Array, tuple[jax.A
 def _backward(
     n: int, operands: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, w = operands
-    inputs = math.prod(w.shape[:n])
-    x_NI, w_IO = x.reshape(-1, inputs), w.reshape(inputs, -1)
-    dy_NO = dy.reshape(-1, w_IO.shape[1])
-    return (dy_NO @ w_IO.T).reshape(x.shape), (x_NI.T @ dy_NO).reshape(w.shape)
+    return matmul_gradients(*operands, dy, n)
 
 
 matmul.defvjp(_forward, _backward)
+
+
+def matmul_gradients(
+    x: jax.Array,
+    w: jax.Array,
+    dy: jax.Array,
+    n: int,
+    precision: jax.lax.Precision | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of x and W for `matmul(x, w, n)`, given the result's gradient `dy`."""
+    inputs = math.prod(w.shape[:n])
+    x_NI, w_IO = x.reshape(-1, inputs), w.reshape(inputs, -1)
+    dy_NO = dy.reshape(-1, w_IO.shape[1])
+    dx = jnp.matmul(dy_NO, w_IO.T, precision=precision)
+    dw = jnp.matmul(x_NI.T, dy_NO, precision=precision)
+    return dx.reshape(x.shape), dw.reshape(w.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

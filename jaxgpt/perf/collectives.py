@@ -18,7 +18,6 @@ import numpy as np
 from jaxgpt.perf.hlo import COLLECTIVES, HloProgram, Instruction, parse_hlo
 
 _CALLERS = ("call", "fusion", "async-start")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(.+?)(?=, (?!device_ids)[a-z]|$)")
 
 
@@ -86,13 +85,13 @@ def _count_arrays(program: HloProgram, mesh: Mapping[str, int]) -> Counter[Any]:
     def count_in(instruction: Instruction) -> Counter[Any]:
         opcode, kind = instruction.opcode, instruction.kind
         if opcode == "while":
-            body, trips = instruction.attribute("body"), _TRIPS.search(instruction.arguments)
-            if count(body) and not trips:
+            body, trips = instruction.attribute("body"), instruction.trip_count
+            if count(body) and trips is None:
                 raise ValueError(
                     f"loop over {body}: the number of iterations is unknown (XLA gives no "
                     "known_trip_count); use lax.scan or fori_loop with constant bounds"
                 )
-            return Counter({array: n * int(trips[1]) for array, n in count(body).items()})
+            return Counter({array: n * trips for array, n in count(body).items()})
         if opcode == "conditional":
             branches = map(count, instruction.called)
             return max(branches, key=lambda found: sum(n * size for (*_, size), n in found.items()))

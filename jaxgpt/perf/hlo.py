@@ -71,6 +71,12 @@ class Instruction(NamedTuple):
         """Shape of the first array in the result. The result must contain an array."""
         return _dims(_ARRAY.search(self.shape)[2])
 
+    @property
+    def trip_count(self) -> int | None:
+        """Number of iterations of a loop, or None if XLA does not know it."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.arguments)
+        return int(found[1]) if found else None
+
     def attribute(self, name: str) -> str:
         """Return the first word of the attribute `name`, or "" if it does not begin with a word."""
         found = re.search(rf'\b{name}=["%]?([\w.$-]+)', self.arguments)

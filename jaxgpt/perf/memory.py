@@ -36,6 +36,13 @@ def memory_in_use() -> tuple[int, int] | None:
     return max(s["bytes_in_use"] for s in stats), max(s["peak_bytes_in_use"] for s in stats)
 
 
+def compiled_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the memory that a compiled program needs on each device, without its code."""
+    found = compiled.memory_analysis()
+    arguments_and_results = found.argument_size_in_bytes + found.output_size_in_bytes
+    return arguments_and_results - found.alias_size_in_bytes + found.temp_size_in_bytes
+
+
 def peak_rss() -> int:
     """Return the peak RSS of this process so far, in bytes."""
     # On Linux, ru_maxrss includes the peak of the program that started this one, because exec does

@@ -47,8 +47,8 @@ def read_work(program: HloProgram) -> dict[str, Work]:
     def walk(computation: str, times: int) -> None:
         for one in program.computations[computation]:
             if one.opcode == "while":
-                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', one.arguments)
-                walk(one.attribute("body"), times * int(trips[1] if trips else 1))
+                trips = 1 if one.trip_count is None else one.trip_count
+                walk(one.attribute("body"), times * trips)
             elif one.opcode in ("call", "conditional", "async-start"):
                 for name in one.called:
                     walk(name, times)

@@ -35,8 +35,7 @@ def estimate_memory(
         UsageError: under the same conditions as `weights`.
     """
     parallel, model, zero = config.parallel, config.model, config.parallel.zero_stage
-    sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
-    parameters, work = local_parameters(model, *sizes), step_work(config, mesh)
+    parameters, work = local_parameters(model, mesh), step_work(config, mesh)
     shards, over = mesh.split_of("shards_parameters"), axes_with("shards_parameters")
     each_whole = [p.size for p in parameters]
     each_sharded = [p.size // (shards if p.axes.intersection(over) else 1) for p in parameters]

@@ -20,6 +20,7 @@ from jaxgpt.parallel.context import choose_implementation, split_sequence
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
+from jaxgpt.perf.memory import compiled_bytes
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
 from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.state import state_shapes
@@ -100,14 +101,7 @@ def compile_step(
         stand_in = stand_in.replace(model__attention="auto")  # the kernel itself cannot run here
     steps = make_steps(stand_in, _simulated_mesh(simulated), attend, on_cpu=device.name == "cpu")
     compiled = steps.lower_train_step().compile(COMPILE_ONLY)
-    found = compiled.memory_analysis()
-    total = (
-        found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes
-    )
-    memory = state_memory(config, shape, device)
+    total, memory = compiled_bytes(compiled), state_memory(config, shape, device)
     state = memory.parameters + memory.moments
     split = split_sequence(config, shape, steps.model.context, attend, devices_per_host)
     gradients = min(memory.gradients, total - state)
@@ -193,7 +187,7 @@ def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshS
     processes the same number of rows as before. A size of -1 for the replica axis counts as 1.
     Raises `UsageError` if the new batch size would be 0.
     """
-    axis = replica_axis()
+    axis = next(a for a in axes_with("splits_batch") if a not in axes_with("shards_parameters"))
     n = max(1, shape[axis])
     room = MAX_CPU_DEVICES * n // shape.n_devices
     left = [m for m in range(min(2, n), n + 1) if n % m == 0]
@@ -201,11 +195,6 @@ def with_fewer_replicas(config: Config, shape: MeshShape) -> tuple[Config, MeshS
     smaller = MeshShape(**(shape | {axis: left}))
     batch_size = config.train.batch_size * left // n
     return config.replace(parallel__mesh=str(smaller), train__batch_size=batch_size), smaller
-
-
-def replica_axis() -> str:
-    """Return the mesh axis whose devices hold equal parameters and process different rows."""
-    return next(a for a in axes_with("splits_batch") if a not in axes_with("shards_parameters"))
 
 
 def _simulated_mesh(shape: MeshShape) -> Mesh:

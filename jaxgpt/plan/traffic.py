@@ -43,14 +43,19 @@ class Parameter:
     has_partial_gradient: bool  # see `sharding.has_partial_gradient`
 
 
-@functools.cache
-def local_parameters(
-    model: ModelConfig, stage: int, fsdp: int, tensor: int
-) -> tuple[Parameter, ...]:
-    """Return the parameters of one device, given the sizes of three mesh axes.
+def local_parameters(model: ModelConfig, mesh: MeshShape) -> tuple[Parameter, ...]:
+    """Return the parameters of one device.
 
     Raises `UsageError` under the same conditions as `weights`.
     """
+    roles = ("splits_layers", "shards_parameters", "splits_heads")
+    return _local_parameters(model, *map(mesh.split_of, roles))
+
+
+@functools.cache
+def _local_parameters(
+    model: ModelConfig, stage: int, fsdp: int, tensor: int
+) -> tuple[Parameter, ...]:
     mesh = MeshShape(stage=stage, fsdp=fsdp, tensor=tensor)
 
     def describe(weight: Weight) -> Parameter:
@@ -107,8 +112,7 @@ def expected_traffic(
     `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for `devices_per_host`.
     Raises `UsageError` under the same conditions as `weights`.
     """
-    sizes = (mesh.split_of(role) for role in ("splits_layers", "shards_parameters", "splits_heads"))
-    parameters = local_parameters(config.model, *sizes)
+    parameters = local_parameters(config.model, mesh)
     work = step_work(config, mesh)
     found = (
         *_weights(config, mesh, parameters),
