@@ -32,9 +32,7 @@ SYNTHETIC_TOKENS = 2**20
 class Rounds:
     """A run that is set up as in jaxgpt.train, and trained in rounds.
 
-    The state carries over from round to round. This object serves as the trainer's `Checkpoints`,
-    so the trainer passes its state to `save` at the end of `train`. All processes must call each
-    method.
+    The state carries over from round to round. All processes must call each method.
     """
 
     def __init__(self, job: Job, config: Config, synthetic: bool = False):
@@ -57,7 +55,8 @@ class Rounds:
         never = SimpleNamespace(reached=lambda tick: False)
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
-            _, trainer, self.state = set_up(self.run, cluster, facts, never, clock, self)
+            checkpoints = NoCheckpoints(self._keep_state)
+            _, trainer, self.state = set_up(self.run, cluster, facts, never, clock, checkpoints)
             trainer.job.report.start(trainer.loader)
         self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
         self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
@@ -115,14 +114,39 @@ class Rounds:
         seconds = self.run_compiled_step(n_steps)
         return tracing.stop(self.state, n_steps, seconds, self.trainer.train_step.as_text())
 
-    def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Keep the state for the next round. Nothing is written."""
+    def _keep_state(self, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
-    def nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing, because no checkpoints are written."""
 
-    open = check = is_due = newest_complete = remove_local_after = close = nothing
+class NoCheckpoints:
+    """Serves as the trainer's `Checkpoints`, but writes nothing.
+
+    The training loop saves its state at the end of a round. `keep` receives this state.
+    """
+
+    def __init__(self, keep: Callable[[dict[str, Any], dict[str, Any]], None]):
+        self._keep = keep
+
+    def open(self, shapes: Any) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def newest_complete(self) -> None:
+        return None
+
+    def remove_local_after(self, step: int) -> None:
+        pass
+
+    def save(self, step: int, tree: dict[str, Any], meta: dict[str, Any]) -> None:
+        self._keep(tree, meta)
+
+    def close(self, is_final: bool) -> None:
+        pass
 
 
 def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from jaxgpt.bench.rounds import Rounds, _with_data
+from jaxgpt.bench.rounds import NoCheckpoints, _with_data
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import load_config
 from jaxgpt.data.dataset import open_dataset, with_vocabulary
@@ -18,7 +18,7 @@ def test_random_tokens_stand_in_for_the_data_of_a_large_vocabulary(tmp_path):
     assert config.model.vocab_size == 128256 and why == "random tokens, because --synthetic"
 
 
-def test_a_benchmark_has_every_method_of_checkpoints_that_a_training_loop_calls():
+def test_no_checkpoints_has_every_method_that_the_training_loop_calls():
     called = set(re.findall(r"\bcheckpoints\.([a-z_]+)\(", Path(loop.__file__).read_text()))
     assert {"check", "save", "close", "newest_complete"} <= called
-    assert called <= set(dir(Rounds))
+    assert called <= set(dir(NoCheckpoints))
