@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
+from jaxgpt.bench.harness import PROG, BenchJob, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.bench.step import ROUNDS, steps_per_round
 from jaxgpt.config import Config, UsageError, mesh_shape, parse_args, parse_yaml
@@ -47,7 +47,7 @@ def run(
     `UsageError` if a change affects the mesh, the data (except data.document_mask), the vocabulary,
     or the shapes or shardings of the state or the batch. Raises `RuntimeError` if JAX fails, and
     `ValueError` or `TypeError` if the step does not work with a JAX option. Also raises whatever
-    `open_job`, `Job.start_jax` and `Rounds` raise.
+    `open_job`, `BenchJob.start_jax` and `Rounds` raise.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -131,7 +131,7 @@ def _shared(config: Config) -> tuple[Any, ...]:
 
 
 def _time_rounds(
-    job: Job, base: Rounds, programs: dict[str, Callable[..., Any]], rounds: int, steps: int
+    job: BenchJob, base: Rounds, programs: dict[str, Callable[..., Any]], rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Time every program in each round. Return each program's seconds per step in every round."""
     found: dict[str, list[float]] = {text: [] for text in programs}

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job
+from jaxgpt.bench.harness import PROG, BenchJob, Result, Value, open_job
 from jaxgpt.checkpoint.checkpointer import Checkpoints, Tree
 from jaxgpt.config import Config, parse_args
 from jaxgpt.doctor.directory import file_system_of
@@ -37,7 +37,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
 
     Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
     fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever
-    `open_job`, `Job.start_jax`, `save` and `restore` raise.
+    `open_job`, `BenchJob.start_jax`, `save` and `restore` raise.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -93,7 +93,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Value]:
     return out
 
 
-def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
+def save(job: BenchJob, config: Config, tree: Tree) -> dict[str, float]:
     """Measure the time to write all files of a checkpoint to disk.
 
     This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
@@ -121,7 +121,7 @@ def save(job: Job, config: Config, tree: Tree) -> dict[str, float]:
     return {"save_blocks_seconds": max(job.cluster.allgather(blocked)), "save_seconds": seconds}
 
 
-def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
+def restore(job: BenchJob, config: Config, shapes: Tree) -> dict[str, float]:
     """Measure the time to restore and verify the checkpoint that `save` wrote.
 
     Returns `restore_seconds`, the time of the slowest process in seconds. All processes must call
@@ -135,7 +135,7 @@ def restore(job: Job, config: Config, shapes: Tree) -> dict[str, float]:
     return {"restore_seconds": seconds}
 
 
-def _file_sizes(job: Job) -> list[int]:
+def _file_sizes(job: BenchJob) -> list[int]:
     """Return the sizes of the checkpoint files in bytes, in ascending order.
 
     All processes must call this.
@@ -144,7 +144,7 @@ def _file_sizes(job: Job) -> list[int]:
     return job.cluster.broadcast(sorted(f.stat().st_size for f in files if f.is_file()))
 
 
-def _write_files(job: Job) -> dict[str, float]:
+def _write_files(job: BenchJob) -> dict[str, float]:
     """Measure the time to write plain files of the same sizes as the checkpoint files to disk."""
     folder, sizes = _empty_folder(job, "plain"), _file_sizes(job)
     largest = memoryview(np.random.default_rng(0).bytes(max(sizes)))  # incompressible
@@ -160,14 +160,14 @@ def _write_files(job: Job) -> dict[str, float]:
     return {"plain_write_seconds": job.timed(write)[1]}
 
 
-def _read_files(job: Job) -> dict[str, float]:
+def _read_files(job: BenchJob) -> dict[str, float]:
     """Measure the time to read the plain files into newly allocated memory, as a restore does."""
     _drop_cached(job, "plain")
     files = sorted((job.folder / "plain").iterdir())[job.cluster.rank :: job.cluster.size]
     return {"plain_read_seconds": job.timed(lambda: [file.read_bytes() for file in files])[1]}
 
 
-def _empty_folder(job: Job, name: str) -> Path:
+def _empty_folder(job: BenchJob, name: str) -> Path:
     folder = job.folder / name
     if job.cluster.is_main:
         shutil.rmtree(folder, ignore_errors=True)
@@ -176,7 +176,7 @@ def _empty_folder(job: Job, name: str) -> Path:
     return folder
 
 
-def _drop_cached(job: Job, name: str) -> None:
+def _drop_cached(job: BenchJob, name: str) -> None:
     """Drop all files of a folder from the page cache, so that they are read from disk."""
     if hasattr(os, "posix_fadvise") and job.cluster.local_rank == 0:  # macOS lacks it
         for path in filter(Path.is_file, (job.folder / name).rglob("*")):

@@ -123,7 +123,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """The processes that run a benchmark, and their temporary folder."""
 
     cluster: ProcessGroup
@@ -160,7 +160,7 @@ class Job:
 @contextlib.contextmanager
 def open_job(
     config: Config, single_process: bool = False, out: Path | None = None
-) -> Iterator[Job]:
+) -> Iterator[BenchJob]:
     """Connect the processes of the job, and yield the job with a temporary folder.
 
     The folder is created in `out`, or in the system's temporary folder if `out` is None. It is
@@ -201,7 +201,7 @@ def open_job(
         signal.signal(number, end)
     try:
         with cluster:
-            yield Job(cluster, folder)
+            yield BenchJob(cluster, folder)
     finally:
         if cluster.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

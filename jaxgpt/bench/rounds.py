@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgpt.bench.harness import Job
+from jaxgpt.bench.harness import BenchJob
 from jaxgpt.config import Config, DataConfig, UsageError, is_changed, mesh_shape
 from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
 from jaxgpt.optim.schedule import learning_rate
@@ -35,7 +35,7 @@ class Rounds:
     The state carries over from round to round. All processes must call each method.
     """
 
-    def __init__(self, job: Job, config: Config, synthetic: bool = False):
+    def __init__(self, job: BenchJob, config: Config, synthetic: bool = False):
         """Start JAX, compile the step and initialize the state.
 
         Random tokens replace the data if `synthetic` is set or if data.dataset is needed but
@@ -149,7 +149,7 @@ class NoCheckpoints:
         pass
 
 
-def _with_data(config: Config, synthetic: bool, job: Job) -> tuple[Config, str]:
+def _with_data(config: Config, synthetic: bool, job: BenchJob) -> tuple[Config, str]:
     """Return `config`, with random tokens as data if necessary, and a description of the data.
 
     Random tokens in the job's folder replace the data if `synthetic` is set, or if the data comes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgpt.bench.harness import PROG, Job, Result, Value, open_job, spread
+from jaxgpt.bench.harness import PROG, BenchJob, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import parse_args
@@ -55,7 +55,7 @@ def run(
         return values
 
 
-def measure(rounds: Rounds, job: Job, n_rounds: int, n_steps: int | None) -> dict[str, Any]:
+def measure(rounds: Rounds, job: BenchJob, n_rounds: int, n_steps: int | None) -> dict[str, Any]:
     """Return a dict of times, rates and memory sizes, as `Value`s or plain values.
 
     `n_rounds` must be at least 1. `n_steps` is the number of steps per round. If it is None,

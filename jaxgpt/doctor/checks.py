@@ -31,7 +31,7 @@ PLUGIN_REMEDY = (
 CLOCK_ROUNDS = 5
 CLOCK_TOLERANCE = 1.0  # seconds; processes leave a barrier much closer together than this
 
-Job = Sequence[SimpleNamespace]  # facts from `collect_facts`, by rank
+Facts = Sequence[SimpleNamespace]  # facts from `collect_facts`, by rank
 
 
 @dataclass(frozen=True)
@@ -47,42 +47,42 @@ class Check:
         assert self.status == "OK" or self.remedy, self.name
 
 
-def machine_checks(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
+def machine_checks(facts: Facts, cluster: ProcessGroup, found: Mapping[str, Any]) -> list[Check]:
     """Check the facts collected from all processes, and the clocks of their hosts.
 
     Every process must call this. `found` is the result of `initialize_jax`.
     """
     return [
-        check_versions(job),
-        check_launcher(job, cluster),
-        check_hosts(job),
-        check_devices(job),
-        check_accelerators(job, cluster.machine),
-        *check_resources(job),
-        check_interface(job, cluster, found),
+        check_versions(facts),
+        check_launcher(facts, cluster),
+        check_hosts(facts),
+        check_devices(facts),
+        check_accelerators(facts, cluster.machine),
+        *check_resources(facts),
+        check_interface(facts, cluster, found),
         check_clocks(cluster),
     ]
 
 
-def check_versions(job: Job) -> Check:
+def check_versions(facts: Facts) -> Check:
     """Check that all processes run the same versions of Python, MPI and the packages."""
-    versions = job[0].versions
+    versions = facts[0].versions
     for name in versions:
-        values = [f.versions[name] or "none" for f in job]
+        values = [f.versions[name] or "none" for f in facts]
         if len(set(values)) > 1:
             remedy = "use one environment and one MPI module on all hosts"
-            return Check("versions", "FAIL", f"{name} differs: {_by_value(values, job)}", remedy)
+            return Check("versions", "FAIL", f"{name} differs: {_by_value(values, facts)}", remedy)
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return Check("versions", "OK", listed)
 
 
-def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
+def check_launcher(facts: Facts, cluster: ProcessGroup) -> Check:
     """Check that MPI works if it is needed, and that no host of the job is left unused.
 
     This compares only the number of hosts, not their names. If the host file or node list
     is unreadable or invalid, the result is WARN.
     """
-    n_hosts, allocated = len(set(cluster.hosts)), job[0].allocated_hosts
+    n_hosts, allocated = len(set(cluster.hosts)), facts[0].allocated_hosts
     machine = f" on {cluster.machine.name}" if cluster.machine else ""
     finding = f"{cluster.launcher}{machine}, {count(cluster.size, 'process', 'es')}"
     remedy = ""
@@ -98,7 +98,7 @@ def check_launcher(job: Job, cluster: ProcessGroup) -> Check:
     return _warn_if(remedy, "launcher", finding, remedy)
 
 
-def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
+def check_interface(facts: Facts, cluster: ProcessGroup, found: Mapping[str, Any]) -> Check:
     """Check that the hosts of a known machine communicate over its high-speed network.
 
     Only the coordinator's name is checked, and only if the machine has a `high_speed_suffix`.
@@ -107,7 +107,7 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
     if found["coordinator"] is None:
         return Check("interface", "OK", "not needed for a single process")
     # Skip the host of process 0 (f.host is 0), which may have to use loopback to reach itself.
-    others = [f"{f.address} ({f.host_name})" for f in job if f.host] or [job[0].address]
+    others = [f"{f.address} ({f.host_name})" for f in facts if f.host] or [facts[0].address]
     finding = f"coordinator {found['coordinator']}, reached from {_shorten(others)}"
     finding += "".join(f"; {n}" for n in found["notes"] if n.startswith("cleared"))  # proxies
     suffix = cluster.machine.high_speed_suffix if cluster.machine else None
@@ -118,35 +118,35 @@ def check_interface(job: Job, cluster: ProcessGroup, found: Mapping[str, Any]) -
     return _warn_if(slow, "interface", finding, remedy)
 
 
-def check_hosts(job: Job) -> Check:
+def check_hosts(facts: Facts) -> Check:
     """Check that all hosts run the same number of processes."""
-    sizes = Counter(f.host for f in job)
-    names = _shorten([f.host_name for f in job])
+    sizes = Counter(f.host for f in facts)
+    names = _shorten([f.host_name for f in facts])
     if len(set(sizes.values())) > 1:
-        uneven = _by_value([str(sizes[f.host]) for f in job], job)
+        uneven = _by_value([str(sizes[f.host]) for f in facts], facts)
         remedy = "give the launcher a number of processes per host (-ppn, --ntasks-per-node)"
         return Check("hosts", "WARN", f"hosts run different numbers of processes: {uneven}", remedy)
-    each = f"{count(sizes[job[0].host], 'process', 'es')} on {'each' if len(sizes) > 1 else 'it'}"
+    each = f"{count(sizes[facts[0].host], 'process', 'es')} on {'each' if len(sizes) > 1 else 'it'}"
     return Check("hosts", "OK", f"{count(len(sizes), 'host')} ({names}), {each}")
 
 
-def check_devices(job: Job) -> Check:
+def check_devices(facts: Facts) -> Check:
     """Check that all processes have the same number and kind of devices.
 
     Only the kind of each process's first device is compared.
     """
-    devices = [f"{len(f.devices)} x {f.device_kind}" for f in job]
+    devices = [f"{len(f.devices)} x {f.device_kind}" for f in facts]
     if len(set(devices)) > 1:
         remedy = "give every process the same number of devices, of one kind (CUDA_VISIBLE_DEVICES)"
-        finding = f"processes have different devices: {_by_value(devices, job)}"
+        finding = f"processes have different devices: {_by_value(devices, facts)}"
         return Check("devices", "FAIL", finding, remedy)
-    finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in job)} in all"
-    if job[0].device_memory:
-        finding += f", JAX may use {format_bytes(job[0].device_memory)} on each"
+    finding = f"{devices[0]} in each process, {sum(len(f.devices) for f in facts)} in all"
+    if facts[0].device_memory:
+        finding += f", JAX may use {format_bytes(facts[0].device_memory)} on each"
     return Check("devices", "OK", finding)
 
 
-def check_accelerators(job: Job, machine: Machine | None) -> Check:
+def check_accelerators(facts: Facts, machine: Machine | None) -> Check:
     """Check that every accelerator of every host is used by JAX, in exactly one process.
 
     The result is FAIL if process 0 uses the CPU and a host has accelerators, unless
@@ -155,8 +155,8 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
     the number comes from `count_accelerators`, and JAX may leave some accelerators unused if a
     variable such as CUDA_VISIBLE_DEVICES is set.
     """
-    on_cpu = job[0].platform == "cpu"
-    for here in _by_host(job):
+    on_cpu = facts[0].platform == "cpu"
+    for here in _by_host(facts):
         host = here[0].host_name
         there = machine.devices_per_host if machine else here[0].accelerators
         used = Counter(device for f in here for device in f.devices)
@@ -176,28 +176,28 @@ def check_accelerators(job: Job, machine: Machine | None) -> Check:
             return Check("accelerators", "WARN", finding, remedy)
     finding = "every accelerator visible to the processes is in use"
     if on_cpu:
-        kept_off = any(f.accelerators for f in job)
+        kept_off = any(f.accelerators for f in facts)
         finding = "not used, because JAX_PLATFORMS=cpu" if kept_off else "the hosts have none"
     return Check("accelerators", "OK", finding)
 
 
-def check_resources(job: Job) -> list[Check]:
+def check_resources(facts: Facts) -> list[Check]:
     """Check that every process has enough memory, cores and shared memory; return three checks.
 
     A process needs `MEMORY_PER_PROCESS` bytes of memory and `SHARED_MEMORY_PER_PROCESS` bytes of
     shared memory. The processes of a host also need one core each, or all cores if the host has
     fewer cores than processes.
     """
-    n = Counter(f.host for f in job)
-    cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(job)}
-    f = min(job, key=lambda f: f.memory / n[f.host])
+    n = Counter(f.host for f in facts)
+    cores = {here[0].host: len({c for f in here for c in f.cores}) for here in _by_host(facts)}
+    f = min(facts, key=lambda f: f.memory / n[f.host])
     memory = _warn_if(
         f.memory / n[f.host] < MEMORY_PER_PROCESS,
         "memory",
         f"{f.memory / n[f.host] / GIB:.1f} GiB of host memory for each process on {f.host_name}",
         "request more memory (all of it in Slurm: --mem=0), or start fewer processes per host",
     )
-    f = min(job, key=lambda f: cores[f.host] / min(n[f.host], f.host_cores))
+    f = min(facts, key=lambda f: cores[f.host] / min(n[f.host], f.host_cores))
     bound = _warn_if(
         cores[f.host] < min(n[f.host], f.host_cores),
         "cores",
@@ -205,7 +205,7 @@ def check_resources(job: Job) -> list[Check]:
         f"{count(f.host_cores, 'core')} on {f.host_name}",
         "bind each process to its own cores (mpiexec --cpu-bind depth -d N, srun -c N)",
     )
-    f = min(job, key=lambda f: f.shared_memory / n[f.host])
+    f = min(facts, key=lambda f: f.shared_memory / n[f.host])
     shared = _warn_if(
         f.shared_memory / n[f.host] < SHARED_MEMORY_PER_PROCESS,
         "shared memory",
@@ -240,14 +240,14 @@ def _warn_if(wrong: Any, name: str, finding: str, remedy: str) -> Check:
     return Check(name, "WARN", finding, remedy) if wrong else Check(name, "OK", finding)
 
 
-def _by_host(job: Job) -> list[Job]:
-    return [[f for f in job if f.host == host] for host in dict.fromkeys(f.host for f in job)]
+def _by_host(facts: Facts) -> list[Facts]:
+    return [[f for f in facts if f.host == host] for host in dict.fromkeys(f.host for f in facts)]
 
 
-def _by_value(values: Sequence[str], job: Job) -> str:
+def _by_value(values: Sequence[str], facts: Facts) -> str:
     """Return each value and its hosts as text: `0.11.2 on node1, node2, 0.10.2 on node5`."""
     owners: dict[str, list[str]] = defaultdict(list)
-    for value, f in zip(values, job, strict=True):
+    for value, f in zip(values, facts, strict=True):
         owners[value].append(f.host_name)
     most_first = sorted(owners.items(), key=lambda item: -len(item[1]))
     return ", ".join(f"{value} on {_shorten(names)}" for value, names in most_first)

@@ -79,8 +79,8 @@ def _backward(
 float8_matmul.defvjp(_forward, _backward)
 
 
-def check_float8(platform: str, capability: float) -> list[str]:
-    """Return a list with a warning if the devices emulate FP8; otherwise, an empty list.
+def float8_warnings(platform: str, capability: float) -> tuple[str, ...]:
+    """Return a warning if the devices emulate FP8; otherwise, an empty tuple.
 
     Args:
         platform: `jax.Device.platform` of the devices.
@@ -90,10 +90,10 @@ def check_float8(platform: str, capability: float) -> list[str]:
         UsageError: if the platform is `gpu` but the devices are not NVIDIA GPUs with FP8.
     """
     if platform != "gpu":
-        return ["train.matmul_dtype=float8 is emulated on these devices, which makes steps slower"]
+        return ("train.matmul_dtype=float8 is emulated on these devices, which makes steps slower",)
     if capability < MIN_CAPABILITY:
         raise UsageError(
             "train.matmul_dtype=float8: needs NVIDIA GPUs of compute capability "
             f"{MIN_CAPABILITY} or more, such as an H100; leave it out"
         )
-    return []
+    return ()

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -149,7 +150,7 @@ class Plan:
         return self.mesh.split_of("splits_layers")
 
     @property
-    def bubble(self) -> float:
+    def bubble_fraction(self) -> float:
         """The pipeline bubble as a fraction of compute time, or 0 without a pipeline.
 
         It is (S - 1) / (v M) for S stages, M microbatches and v groups of layers on each stage
@@ -173,15 +174,18 @@ class Plan:
         """Return the largest number of hosts spanned by a group of devices along these axes."""
         return _hosts_spanned(tuple(axes), tuple(self.mesh.items()), self.devices_per_host)
 
-    def is_exposed(self, c: Collective) -> bool:
-        """Return whether computation waits for a collective.
+    def overlap(self, c: Collective) -> Literal["attention", "computation", "nothing"]:
+        """Return what a collective overlaps with.
 
-        In a pipeline, computation waits for all collectives, because weights are gathered before
-        the loop and gradients are reduced after it. Without a pipeline, computation does not wait
-        for collectives over `data` or `fsdp`. The transfers of ring attention count as exposed,
-        although they overlap with computation.
+        The transfers of ring attention overlap with the matmuls of attention. In a pipeline, all
+        other collectives are exposed, because weights are gathered before the loop and gradients
+        are reduced after it. Without a pipeline, collectives over `data` or `fsdp` overlap with all
+        computation.
         """
-        return self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
+        if c.kind == "collective-permute" and c.axes == axes_with("splits_sequence"):
+            return "attention"
+        exposed = self.n_stages > 1 or set(_EXPOSED_AXES).issuperset(c.axes)
+        return "nothing" if exposed else "computation"
 
     def bytes_sent(self, c: Collective) -> float:
         """Return the bytes that each device sends in a ring implementation of the collective."""
@@ -248,24 +252,20 @@ class Plan:
         matmuls = passes * share / (peak * MATMUL_EFFICIENCY)
         transfers = passes * memory_traffic(self.config, self.mesh) / bandwidth
         compute = (matmuls + transfers) * self.imbalance
-        bubble = self.bubble * compute
+        bubble = self.bubble_fraction * compute
         state = memory.parameters + memory.moments + memory.gradients
         update = 2 * state / bandwidth
         update += self.host_traffic / device.host_bandwidth
         fastest = device.peak_flops.get("bfloat16", peak)  # Muon's matmuls use bfloat16
         update += self.program.update_flops / (fastest * MATMUL_EFFICIENCY)
-        collectives = self.program.collectives
-        exposed = sum(self.seconds(c) for c in collectives if self.is_exposed(c))
-        overlapped = sum(self.seconds(c) for c in collectives if not self.is_exposed(c))
+        communication: Counter[str] = Counter()
+        for c in self.program.collectives:
+            communication[self.overlap(c)] += self.seconds(c)
         model = self.config.model
         scores = 12 * model.n_layer * model.n_head * model.head_size * model.block_size
         attention = matmuls * scores / self.flops_per_token
-        ring = sum(
-            self.seconds(c)
-            for c in collectives
-            if c.kind == "collective-permute" and c.axes == axes_with("splits_sequence")
-        )
-        exposed -= min(ring, attention)
+        exposed = communication["nothing"] + max(0.0, communication["attention"] - attention)
+        overlapped = communication["computation"]
         return self._estimate(
             peak,
             step=max(compute + bubble + exposed, overlapped) + update,

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import DictKey
 
 from jaxgpt.config import Config, MeshShape, axes_with
-from jaxgpt.kernels.float8 import check_float8
+from jaxgpt.kernels.float8 import float8_warnings
 from jaxgpt.models.attention import KERNELS, AttentionSetting, choose_attention
 from jaxgpt.models.weights import weights
 from jaxgpt.optim.muon import update_flops
@@ -139,15 +139,15 @@ def _stand_in(config: Config, shape: MeshShape, device: Device, devices_per_host
     return config
 
 
-def _matmul_warnings(config: Config, device: Device) -> list[str]:
+def _matmul_warnings(config: Config, device: Device) -> tuple[str, ...]:
     """Return warnings about train.matmul_dtype, which the simulated devices do not use."""
     if device.name == "cpu" or config.train.matmul_dtype is None:
-        return []
-    return [
-        *check_float8(device.platform, device.cuda_capability),
+        return ()
+    return (
+        *float8_warnings(device.platform, device.cuda_capability),
         f"train.matmul_dtype={config.train.matmul_dtype}: memory and times are estimated for "
         f"matmuls in {config.train.dtype}",
-    ]
+    )
 
 
 def attention_kernel(config: Config, device: Device) -> tuple[str, str]:

@@ -75,7 +75,7 @@ def _local_parameters(
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Number of times that a device runs each part of the network in a step."""
 
     tokens: int  # tokens of a microbatch on one device; all other fields count executions
@@ -86,17 +86,17 @@ class Work:
     ticks: int  # the transfer of activations to the next stage; 0 without a pipeline
 
 
-def step_work(config: Config, mesh: MeshShape) -> Work:
+def step_work(config: Config, mesh: MeshShape) -> StepWork:
     """Return the work of each device in a step. `mesh` must fit `config`; see `mesh_shape`."""
     n, stages = config.train.gradient_accumulation_steps, mesh.split_of("splits_layers")
     rows = config.microbatch_size // mesh.split_of("splits_batch")
     tokens = rows * config.model.block_size // mesh.split_of("splits_sequence")
     if stages == 1:
-        return Work(tokens, n, n, n * config.model.n_layer, 0, 0)
+        return StepWork(tokens, n, n, n * config.model.n_layer, 0, 0)
     groups = layer_groups(config, mesh)
     ticks = groups.n_repeats * n + stages - 1
     layers = ticks * max(groups.sizes)
-    return Work(tokens, -(-n // stages), 2 * ticks, layers, layers, ticks)
+    return StepWork(tokens, -(-n // stages), 2 * ticks, layers, layers, ticks)
 
 
 def expected_traffic(
@@ -196,7 +196,7 @@ def _gradients(config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...
     return out
 
 
-def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Traffic]:
+def _tensor_parallelism(config: Config, mesh: MeshShape, work: StepWork) -> list[Traffic]:
     """Return the traffic of tensor and sequence parallelism (arXiv 1909.08053 and 2205.05198).
 
     Each pass has two all-reduces per layer. The forward pass has one more for the embedding, and
@@ -240,7 +240,7 @@ def _tensor_parallelism(config: Config, mesh: MeshShape, work: Work) -> list[Tra
 
 
 def _pipeline(
-    config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: Work
+    config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: StepWork
 ) -> list[Traffic]:
     """Return the traffic between the stages of a pipeline (arXiv 2104.04473, section 2.2).
 
@@ -275,7 +275,7 @@ def _pipeline(
 
 
 def _context_parallelism(
-    config: Config, mesh: MeshShape, work: Work, devices_per_host: int | None
+    config: Config, mesh: MeshShape, work: StepWork, devices_per_host: int | None
 ) -> list[Traffic]:
     """Return the traffic of context parallelism.
 
@@ -310,7 +310,7 @@ def _context_parallelism(
 
 
 def _loss_and_norm(
-    config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: Work
+    config: Config, mesh: MeshShape, parameters: tuple[Parameter, ...], work: StepWork
 ) -> list[Traffic]:
     """Return the traffic for the loss and the gradient norm.
 

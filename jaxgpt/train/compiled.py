@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxgpt.config import Config
 from jaxgpt.data.batch import TokenRows
 from jaxgpt.kernels.attention import Attention, without_scores
-from jaxgpt.kernels.float8 import check_float8
+from jaxgpt.kernels.float8 import float8_warnings
 from jaxgpt.models.attention import (
     KERNELS,
     AttentionSetting,
@@ -160,9 +160,9 @@ def make_steps(
         hosts=hosts,
     )
     model = trained = shard(config)
-    float8_warnings: list[str] = []
+    of_matmuls: tuple[str, ...] = ()
     if config.train.matmul_dtype is not None:
-        float8_warnings = check_float8(device.platform, cuda_capability(device))
+        of_matmuls = float8_warnings(device.platform, cuda_capability(device))
         # Evaluate without FP8, because FP8 scales would make a row's result depend on the other
         # rows.
         model = shard(config.replace(train__matmul_dtype=None))
@@ -179,7 +179,7 @@ def make_steps(
         n_parameters=count_parameters(config.model),
         warnings=(
             *fallback_warnings(setting, kernel, reason),
-            *float8_warnings,
+            *of_matmuls,
             *sharding.undivided_dims_warnings(described, rules, mesh),
             *model.warnings,
         ),
