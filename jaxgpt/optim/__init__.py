@@ -27,12 +27,8 @@ def make_optimizer(
 ) -> "optax.GradientTransformation":
     """Return the optimizer that `optimizer.name` selects, without the learning rate.
 
-    Its `update(gradients, state, params)` returns a direction and the new state. The training step
-    multiplies the direction by the learning rate and subtracts it from the parameters. The learning
-    rate is not part of the optimizer, because it depends on the step number, not on the number of
-    updates.
-
-    Raises `UsageError` if optimizer.name is unknown.
+    Its `update(gradients, state, params)` returns a direction and the new state. README.md explains
+    how the training step uses the direction. Raises `UsageError` if optimizer.name is unknown.
     """
     if config.name not in OPTIMIZERS:
         raise UsageError(f"optimizer.name={config.name}: must be one of {', '.join(OPTIMIZERS)}")

@@ -11,10 +11,11 @@ def learning_rate(config: OptimizerConfig, step: int) -> np.float32:
     """Return the learning rate at a step: a linear warm-up, then `schedule`.
 
     Steps are counted from 1. The warm-up reaches the peak, `learning_rate`, at step `warmup_iters`.
-    Without a warm-up, the schedule begins at step 0. The cosine and wsd schedules end at step
-    max(`lr_decay_iters`, `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by
-    default, a tenth of the peak). The float32 result is within one ulp of the exact value. It is
-    computed on the host, so that the log shows the same value whether or not the step is skipped.
+    Without a warm-up, the schedule begins at step 0. The cosine, linear and wsd schedules end at
+    step max(`lr_decay_iters`, `warmup_iters` + 1), and the learning rate then stays at `min_lr` (by
+    default, a tenth of the peak). The constant schedule stays at the peak. The float32 result is
+    within one ulp of the exact value. It is computed on the host, so that the log shows the same
+    value whether or not the step is skipped.
     """
     peak = config.learning_rate
     floor = peak / 10 if config.min_lr is None else config.min_lr
