@@ -53,13 +53,13 @@ def test_steps_take_turns_with_and_without_each_change(tmp_path):
         ("train.batch_size=8", "changes the shapes or shardings of the state or the batch"),
     ],
 )
-def test_a_change_that_cannot_be_compared_is_explained(change, words):
+def test_a_change_that_cannot_be_compared_is_an_error(change, words):
     job = run("bench", "ab", *TINY, "--change", change)
     assert job.returncode == 2
     assert words in job.stdout and "Traceback" not in job.stdout
 
 
 @pytest.mark.parametrize("value", ["[", "!!int", "!!bool", "!!timestamp", "[" * 3000])
-def test_a_malformed_value_of_a_jax_option_is_refused(value):
+def test_a_malformed_value_of_a_jax_option_is_an_error(value):
     with pytest.raises(UsageError, match="jax_optimization_level has a malformed value"):
         parse_change(f"jax_optimization_level={value}", ["--config", "tiny"])

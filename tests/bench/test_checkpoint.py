@@ -9,7 +9,7 @@ TINY = ("--config", "tiny", "model.n_layer=2")
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path):
+def test_a_checkpoint_of_several_processes_is_compared_with_plain_files(tmp_path):
     job = run(
         "bench", "checkpoint", *TINY, "--mesh", "1,2,1", "--out", tmp_path, "--json", processes=2
     )
@@ -37,7 +37,7 @@ def test_a_checkpoint_of_several_processes_is_timed_beside_plain_files(tmp_path)
         ),
     ],
 )
-def test_what_is_wrong_is_said(arguments, words):
+def test_bad_input_is_a_one_line_error(arguments, words):
     job = run("bench", "checkpoint", *arguments)
     assert job.returncode == 2
     assert words in job.stdout and job.stdout.count("\n") == 1

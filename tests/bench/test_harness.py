@@ -21,7 +21,7 @@ from jobs import command, environment, process_of
         (signal.SIGTERM, 2),
     ],
 )
-def test_nothing_is_left_by_a_bench_that_a_signal_ends(number, processes, tmp_path):
+def test_a_bench_ended_by_a_signal_leaves_no_files(number, processes, tmp_path):
     size = ("model.n_layer=25", "--out", tmp_path)
     job = subprocess.Popen(
         command("bench", "checkpoint", "--config", "tiny", *size, processes=processes),
@@ -40,7 +40,7 @@ def test_nothing_is_left_by_a_bench_that_a_signal_ends(number, processes, tmp_pa
     assert not list(tmp_path.glob("jaxgpt*"))
 
 
-def test_nothing_is_left_by_a_bench_that_fails(tmp_path):
+def test_a_bench_that_fails_leaves_no_files(tmp_path):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with pytest.raises(ValueError), open_job(Config(), out=tmp_path) as job:
@@ -52,7 +52,7 @@ def test_nothing_is_left_by_a_bench_that_fails(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_result_is_a_table_for_a_person_and_values_for_a_program():
+def test_a_result_can_be_printed_as_a_table_or_as_json():
     result = {
         "seconds": Value({"median": 0.002, "most": 2.0}, "s", "of a step"),
         "mfu": Value(None, "%"),
@@ -77,5 +77,5 @@ def test_a_result_is_a_table_for_a_person_and_values_for_a_program():
         (2.5e15, "FLOP/s", "2.5 PFLOP/s"),
     ],
 )
-def test_numbers_are_rounded_before_their_prefix_is_chosen(value, unit, text):
+def test_numbers_are_rounded_before_the_prefix_is_chosen(value, unit, text):
     assert format_value(value, unit) == text

@@ -7,7 +7,7 @@ import pytest
 from jobs import command, environment, run
 
 
-def test_the_loader_is_timed_beside_a_memory_map():
+def test_the_loader_is_compared_with_a_memory_map():
     job = run(
         "bench", "loader", "--config", "tiny", "--batches", 2, "--json",
         "model.block_size=64",
@@ -22,7 +22,7 @@ def test_the_loader_is_timed_beside_a_memory_map():
 
 
 @pytest.mark.parametrize("words", ["bench loader", "inspect --config tiny --step 1"])
-def test_data_that_one_host_lacks_ends_all_processes_with_a_sentence(words, tmp_path):
+def test_data_missing_on_one_host_ends_all_processes_with_an_error(words, tmp_path):
     program = command(*words.split())
     elsewhere = ["-n", "1", "env", f"JAXGPT_DATA={tmp_path}", *program]
     job = subprocess.run(

@@ -11,7 +11,7 @@ from jaxgpt.data.dataset import open_dataset, with_vocabulary
 from jaxgpt.train import loop
 
 
-def test_random_tokens_stand_in_for_the_data_of_a_large_vocabulary(tmp_path):
+def test_random_tokens_can_replace_the_data_of_a_large_vocabulary(tmp_path):
     job = SimpleNamespace(cluster=ProcessGroup("test"), folder=tmp_path)
     config, why = _with_data(load_config("tiny", "model.vocab_size=128256"), True, job)
     config = with_vocabulary(config, open_dataset(config.data, config.model))

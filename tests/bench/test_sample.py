@@ -8,7 +8,7 @@ from jobs import run
 SMALL = ("--config", "tiny", "model.n_layer=2", "model.n_head=2", "model.n_embd=32")
 
 
-def test_the_first_and_the_further_tokens_are_timed():
+def test_the_first_and_the_following_tokens_are_timed():
     job = run("bench", "sample", *SMALL, "model.block_size=90", "--tokens", 74, "--json")
     assert job.returncode == 0, job.stdout
     found = json.loads(job.stdout)
@@ -17,7 +17,7 @@ def test_the_first_and_the_further_tokens_are_timed():
     assert found["seconds_per_token"] == pytest.approx(found["seconds"] / 74)
 
 
-def test_what_cannot_be_written_is_said():
+def test_text_that_does_not_fit_is_an_error():
     job = run("bench", "sample", *SMALL, "model.block_size=90", "--tokens", 75)
     assert job.returncode == 2 and job.stdout.count("\n") == 1
     assert (

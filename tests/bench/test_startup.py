@@ -65,7 +65,7 @@ def test_at_most_one_run_directory_exists_at_a_time(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(setting, words):
+def test_bad_input_is_an_error_before_anything_starts(setting, words):
     job = run("bench", "startup", *setting)
     assert job.returncode == 2
     assert words in job.stdout and job.stdout.count("\n") == 1

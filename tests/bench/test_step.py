@@ -7,7 +7,7 @@ from jobs import run
 
 
 @pytest.mark.long  # the short tests time steps in tests/peers/test_peers.py
-def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
+def test_steps_are_timed_and_profiled_even_without_data(tmp_path):
     L, D, T, V, B = 2, 32, 64, 64, 8
     job = run(
         "bench", "step", "--config", "gpt2", "--mesh", "2,1,1", f"model.n_layer={L}",
@@ -49,14 +49,14 @@ def test_steps_are_timed_also_without_the_data_and_profiled(tmp_path):
         (["model.n_head=3"], "model.n_embd=128: must be a multiple of model.n_head=3"),
     ],
 )
-def test_bench_step_explains_what_is_wrong(arguments, words):
+def test_bad_input_is_a_one_line_error(arguments, words):
     job = run("bench", "step", *arguments)
     assert job.returncode == 2
     assert words in job.stdout and job.stdout.count("\n") == 1
 
 
 @pytest.mark.long
-def test_a_model_that_cannot_be_trained_ends_bench_step_with_a_sentence():
+def test_non_finite_steps_end_bench_step_with_an_error():
     fault = ("faults.nan_step=4", "spike.max_consecutive_nonfinite=1", "model.n_layer=1")
     job = run("bench", "step", "--steps", 2, *fault)
     assert job.returncode == 2

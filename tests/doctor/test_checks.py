@@ -74,7 +74,7 @@ def everywhere(**facts):
     return [SimpleNamespace(**vars(f) | facts) for f in HEALTHY]
 
 
-def test_nothing_is_said_against_a_healthy_job():
+def test_a_healthy_job_passes_all_checks():
     assert {c.status for c in report().values()} == {"OK"}
     assert "4 in all" in report()["devices"].finding
     assert "2 hosts (node0, node1), 2 processes on each" in report()["hosts"].finding
@@ -113,14 +113,14 @@ CPU = {"platform": "cpu", "device_kind": "cpu", "device_memory": None}
         ("shared memory", "WARN", changed(2, shared_memory=2**20), "1 MiB are free", "--shm-size"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_with_a_remedy(name, status, everyone, finding, remedy):
+def test_each_problem_is_reported_with_a_remedy(name, status, everyone, finding, remedy):
     check = report(everyone)[name]
     assert check.status == status
     assert finding in check.finding
     assert remedy in check.remedy
 
 
-def test_what_is_as_its_user_wants_it_is_no_fault():
+def test_deliberate_settings_are_not_problems():
     on_cpu = everywhere(jax_platforms="cpu", **CPU)
     assert report(on_cpu)["accelerators"].status == "OK"
     # The job was given two of four GPUs.
@@ -149,7 +149,7 @@ def test_a_known_machine_is_expected_to_be_used_in_full():
     assert report(cluster=on_polaris, found=fast)["interface"].status == "OK"
 
 
-def test_the_launcher():
+def test_problems_with_the_launcher_are_warnings():
     alone = ProcessGroup("single process")
     check = report(HEALTHY[:1], alone)["launcher"]
     assert (check.status, "1 of the 2 hosts" in check.finding) == ("WARN", True)
@@ -159,18 +159,18 @@ def test_the_launcher():
     assert report(cluster=without_mpi)["launcher"].status == "WARN"
 
 
-def test_the_way_to_the_coordinator_is_said():
+def test_the_address_of_the_coordinator_is_reported():
     assert "reached from 10.0.0.2 (node1)" in report()["interface"].finding
     cleared = FOUND | {"notes": ["cleared http_proxy: ..."]}
     assert "http_proxy" in report(found=cleared)["interface"].finding
 
 
-def test_a_fault_without_a_remedy_cannot_be_reported():
+def test_a_problem_cannot_be_reported_without_a_remedy():
     with pytest.raises(AssertionError):
         Check("x", "FAIL", "broken")
 
 
-def test_devices_are_told_apart(monkeypatch):
+def test_devices_of_several_processes_are_distinguished(monkeypatch):
     """There are four ways in which the processes of a host see its devices."""
 
     def names(n, chosen, visible, usable):
@@ -189,7 +189,7 @@ def test_devices_are_told_apart(monkeypatch):
     assert names(1, None, ["0"], every) == names(1, None, ["0"], every)
 
 
-def test_the_facts_of_this_process():
+def test_collected_facts_describe_this_process():
     facts = collect_facts(ProcessGroup("test"), "localhost:4711")
     assert facts["versions"]["jax"] == jax.__version__
     assert (facts["platform"], len(facts["devices"])) == ("cpu", 8)

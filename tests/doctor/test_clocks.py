@@ -7,7 +7,7 @@ from jaxgpt.doctor.checks import check_clocks
 
 
 @pytest.mark.parametrize(("ahead", "status"), [((0.0, 3.0, -0.5), "WARN"), ((0.0, 0.9, 0.1), "OK")])
-def test_clocks_that_are_apart_are_named(monkeypatch, ahead, status):
+def test_hosts_whose_clocks_differ_are_named(monkeypatch, ahead, status):
     """A process that leaves one barrier late has a correct clock nevertheless."""
     late = itertools.chain([5.0], itertools.repeat(0.0))
 
@@ -22,5 +22,5 @@ def test_clocks_that_are_apart_are_named(monkeypatch, ahead, status):
     assert ("node1 is 3.500 s ahead of node2" in check.finding) == (status == "WARN")
 
 
-def test_one_host_has_one_clock():
+def test_clocks_are_not_compared_on_a_single_host():
     assert check_clocks(ProcessGroup("test")).status == "OK"

@@ -42,7 +42,7 @@ def by_numpy(name, x):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVE_TESTS, ids=lambda c: c.name)
-def test_a_collective_does_what_its_name_says(collective):
+def test_each_collective_computes_the_correct_result(collective):
     x = np.random.default_rng(0).integers(0, 100, (8, 16)).astype(np.float32)
     mesh = make_mesh(MeshShape(8))
     where = NamedSharding(mesh, PartitionSpec("data"))
@@ -85,7 +85,7 @@ def test_sizes_grow_to_64_mib_while_there_is_time(monkeypatch):
     assert {m.error for m in found} == {None}
 
 
-def test_what_takes_long_is_not_tried_larger(monkeypatch):
+def test_a_slow_collective_is_not_timed_with_larger_arrays(monkeypatch):
     monkeypatch.setattr(module, "measure", lambda mesh, axis, c, size: 3.0)
     found = measure_axis(make_mesh(MeshShape(8)), "data", CLUSTER, 60.0, lambda what: None)
     assert {m.bytes for m in found} == {1024}
@@ -118,7 +118,7 @@ def test_groups_along_an_axis_are_not_mixed_up():
         measure(make_mesh(MeshShape(4, 2, 1)), "data", broken, 1024)
 
 
-def test_a_failure_is_reported_and_the_others_go_on(capsys, monkeypatch):
+def test_a_failed_collective_does_not_stop_the_others(capsys, monkeypatch):
     def refuse(x, axis, n):
         raise RuntimeError("NCCL error\nwith a long story")
 
@@ -137,7 +137,7 @@ def test_a_failure_is_reported_and_the_others_go_on(capsys, monkeypatch):
     assert checks["collective-permute over data"].status == "OK"
 
 
-def test_a_network_far_below_its_data_sheet_is_noticed():
+def test_a_network_far_slower_than_its_data_sheet_is_a_warning():
     def checks(bandwidth, n_bytes=2**26):
         everything = [
             Measurement(c.name, "data", 8, n_bytes, 0.1, bandwidth) for c in COLLECTIVE_TESTS
@@ -157,5 +157,5 @@ def test_a_network_far_below_its_data_sheet_is_noticed():
         ("all-to-all", 7 / 8), ("collective-permute", 1),
     ],
 )  # fmt: skip
-def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
+def test_bus_bandwidth_matches_the_definition_of_nccl_tests(name, factor):
     assert ring_bytes(name, 1.0, 8) == pytest.approx(factor)

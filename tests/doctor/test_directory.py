@@ -18,14 +18,14 @@ from jaxgpt.doctor.directory import (
 TWO_HOSTS = ProcessGroup("test", 1, 2, hosts=(0, 1), host_names=("node0", "node1"))
 
 
-def test_a_shared_directory(tmp_path):
+def test_a_shared_directory_passes(tmp_path):
     with scratch_file(tmp_path) as path:
         shared, file_system = host_checks(path, TWO_HOSTS)
     assert shared.status == "OK" and "the same on all 2 hosts" in shared.finding
     assert "free" in file_system.finding
 
 
-def test_what_another_host_misses(tmp_path, monkeypatch):
+def test_a_directory_that_another_host_cannot_use_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ANSWER", 0)
     (check,) = host_checks(f"{tmp_path}/missing", TWO_HOSTS)
     assert (check.status, "all hosts share" in check.remedy) == ("FAIL", True)
@@ -42,7 +42,7 @@ def test_what_another_host_misses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "free"), [("lustre", 2**20), ("tmpfs", 2**40)])
-def test_a_place_that_will_not_last(monkeypatch, kind, free):
+def test_a_full_or_temporary_file_system_is_a_warning(monkeypatch, kind, free):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free))
     monkeypatch.setattr(module, "file_system_of", lambda path: kind)
@@ -50,13 +50,13 @@ def test_a_place_that_will_not_last(monkeypatch, kind, free):
     assert (check.name, check.status) == ("file system", "WARN")
 
 
-def test_nothing_is_left_behind(tmp_path):
+def test_the_checks_leave_no_files(tmp_path):
     found = directory_checks(ProcessGroup("test"), tmp_path / "a" / "b")
     assert [c.status for c in found if c.name != "file system"] == ["OK"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_cannot_be(tmp_path):
+def test_a_directory_that_cannot_be_created_fails(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with (
@@ -68,12 +68,12 @@ def test_a_directory_that_cannot_be(tmp_path):
     assert (check.status, "--out" in check.remedy) == ("FAIL", True)
 
 
-def test_a_symlink_loop_is_on_the_file_system_of_its_folder(tmp_path):
+def test_the_file_system_of_a_symlink_loop_is_that_of_its_folder(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert file_system_of(tmp_path / "loop") == file_system_of(tmp_path)
 
 
-def test_the_innermost_mount_counts(monkeypatch):
+def test_the_innermost_mount_is_the_file_system(monkeypatch):
     if Path("/proc/mounts").exists():
         assert file_system_of(Path("/proc")) == "proc"
     mounts = "x / ext4 rw 0 0\nx /a\\040b tmpfs rw 0 0\nx /lus nfs rw 0 0\ny /lus lustre rw 0 0\n"

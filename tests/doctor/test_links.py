@@ -30,7 +30,7 @@ class FakeMesh:
     devices = np.array([FakeDevice(i) for i in range(8)], object).reshape(2, 2, 2)
 
 
-def test_without_a_mesh_the_network_is_told_from_the_inside_of_a_host(monkeypatch):
+def test_the_default_mesh_separates_the_network_from_the_links_of_a_host(monkeypatch):
     assert default_mesh_shape(CLUSTER) == MeshShape(8)
     two_hosts = ProcessGroup("test", size=4, hosts=(0, 0, 2, 2))
     devices = [FakeDevice(i // 2) for i in range(8)]
@@ -50,7 +50,7 @@ def test_an_axis_is_compared_with_its_own_axis_link():
         assert axis_link(FakeMesh, axis, two_hosts) == (False, a100.link_bandwidth)
 
 
-def test_a_mesh_to_check_need_not_fit_a_model():
+def test_the_mesh_does_not_have_to_fit_a_model():
     """12 tiles of an Aurora node: 12 does not divide the heads or the MLP of the default model."""
     assert parse(["--mesh", "1,1,12"]).mesh == "1,1,12"
     with pytest.raises(UsageError, match="parallel.mesh=1,1: must be sizes"):

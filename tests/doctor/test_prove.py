@@ -28,7 +28,7 @@ def results(out):
     return json.loads((out / "prove.json").read_text())["checks"]
 
 
-def test_a_second_call_runs_only_what_is_not_done(tmp_path):
+def test_a_second_call_runs_only_unfinished_checks(tmp_path):
     out, clone = tmp_path / "out", tmp_path / "none"
     job = subprocess.Popen(
         command("doctor", "prove", "facts", "numerics", "--out", out),
@@ -100,7 +100,7 @@ def test_checks_run_in_order_within_their_limits_and_a_second_call_continues(tmp
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"checks": {"gpt2": {"rows": []}}}', "[" * 100_000])
-def test_results_of_another_format_are_refused(tmp_path, text):
+def test_results_of_another_format_are_an_error(tmp_path, text):
     (tmp_path / "prove.json").write_text(text)
     with pytest.raises(UsageError, match="does not contain results of prove"):
         read_results(tmp_path)
@@ -121,7 +121,7 @@ class Doctor(Commands):
         ("exec sleep 60", "nvidia-smi did not end within 1 s", False),
     ],
 )
-def test_a_broken_nvidia_smi_is_a_failure_next_to_the_findings_of_the_doctor(
+def test_a_broken_nvidia_smi_does_not_hide_the_findings_of_the_doctor(
     tmp_path, monkeypatch, script, value, met
 ):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
@@ -143,7 +143,7 @@ class OneGPU(Commands):
         return {"device_kind": "NVIDIA Z9"}
 
 
-def test_memory_is_measured_on_one_gpu_that_the_plan_knows(tmp_path, monkeypatch):
+def test_memory_uses_one_gpu_and_needs_it_in_the_hardware_table(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     found = run_check(memory, OneGPU(tmp_path / "memory", 60.0, None, "python"))
@@ -199,7 +199,7 @@ def test_a_profile_without_operations_is_missing(tmp_path):
     assert found["status"] == "missing" and "permission to profile" in found["reason"]
 
 
-def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
+def test_a_check_kills_its_command_at_the_time_limit(tmp_path):
     script = tmp_path / "sleep.py"
     # The script starts a child process, as the comparison with nanoGPT does.
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
@@ -220,7 +220,7 @@ def test_a_check_ends_its_command_when_its_time_is_over(tmp_path):
         time.sleep(0.05)
 
 
-def test_a_command_that_something_else_kills_has_failed(tmp_path):
+def test_a_command_killed_by_another_process_has_failed(tmp_path):
     script = tmp_path / "die.py"
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     commands = Commands(tmp_path, 60.0, None, "python")
@@ -228,7 +228,7 @@ def test_a_command_that_something_else_kills_has_failed(tmp_path):
         commands.kill_when(lambda: False, str(script))
 
 
-def test_a_failed_command_is_quoted(tmp_path):
+def test_the_error_of_a_failed_command_is_reported(tmp_path):
     def fails(commands):
         yield row("before", 1.0)
         commands.run("jaxgpt.train", "model.n_head=3")
@@ -248,7 +248,7 @@ def test_a_failed_command_is_quoted(tmp_path):
         (("--out", "/proc/x"), "--out=/proc/x: cannot be written"),
     ],
 )
-def test_bad_input_is_answered_with_a_sentence(tmp_path, words, said):
+def test_bad_input_is_a_one_line_error(tmp_path, words, said):
     found = prove(tmp_path / "out", *words)
     assert found.returncode == 2
     assert said in found.stdout and "Traceback" not in found.stdout
@@ -265,7 +265,7 @@ def test_prove_refuses_to_run_under_a_launcher(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_goal_is_met_only_by_a_number_on_its_side():
+def test_only_a_number_within_the_bound_meets_a_goal():
     rows = [row("ratio", value, "x", at_least=1.5) for value in (1.5, 1.49, None)]
     rows += [row("error", value, at_most=0.02) for value in (0.02, 0.021, math.nan)]
     assert [row.met for row in rows] == [True, False, False] * 2
@@ -279,7 +279,7 @@ def test_a_goal_is_met_only_by_a_number_on_its_side():
 
 
 @pytest.mark.long
-def test_all_checks_run_in_small_on_a_cpu(tmp_path, tiny_shakespeare, monkeypatch):
+def test_all_checks_run_with_small_models_on_a_cpu(tmp_path, tiny_shakespeare, monkeypatch):
     monkeypatch.setenv("JAXGPT_DATA", str(tmp_path / "data"))
     out, began = tmp_path / "out", time.monotonic()
     words = ("--minutes", "7", "--text", tiny_shakespeare)

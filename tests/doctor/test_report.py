@@ -24,7 +24,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(doctor, "COLLECTIVES_SECONDS", 0.0)
 
 
-def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, capsys):
+def test_the_text_report_explains_each_collective_on_every_axis(quick, tmp_path, capsys):
     assert run_checks(CLUSTER, FOUND, MeshShape(2, 1, 4), tmp_path / "runs", as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     for axis in ("data", "tensor"):
@@ -40,7 +40,7 @@ def test_a_person_reads_every_axis_with_what_a_collective_does(quick, tmp_path, 
     assert lines[-1].endswith("0 FAIL")
 
 
-def test_a_program_gets_one_object_also_when_something_fails(quick, tmp_path, capsys, monkeypatch):
+def test_json_output_is_one_object_even_if_a_check_fails(quick, tmp_path, capsys, monkeypatch):
     wrong = dataclasses.replace(collectives.COLLECTIVE_TESTS[0], run=lambda x, axis, n: x)
     monkeypatch.setattr(collectives, "COLLECTIVE_TESTS", (wrong, *collectives.COLLECTIVE_TESTS[1:]))
     assert run_checks(CLUSTER, FOUND, None, tmp_path, as_json=True) == 1
@@ -53,7 +53,7 @@ def test_a_program_gets_one_object_also_when_something_fails(quick, tmp_path, ca
     assert all(c["remedy"] for c in failed)
 
 
-def test_steps_that_raise_are_a_line(quick, tmp_path, capsys, monkeypatch):
+def test_an_exception_in_training_is_a_failed_check(quick, tmp_path, capsys, monkeypatch):
     def refuse(cluster):
         raise RuntimeError("out of memory\nand more")
 

@@ -21,7 +21,7 @@ FALLING = [LN_256 - 0.1 * i for i in range(N_STEPS)]
         ([(FALLING, ["a", "b"])], "different parameters"),
     ],
 )
-def test_training_that_is_wrong_fails(found, words):
+def test_wrong_training_results_fail(found, words):
     check = judge(found, 2)
     assert check.status == "FAIL"
     assert words in check.finding

@@ -64,14 +64,14 @@ def test_reduce_scatter_counts_the_whole_array():
     )
 
 
-def test_all_to_all_counts_one_array_in_pieces():
+def test_the_pieces_of_an_all_to_all_count_as_one_array():
     hlo = compiled(
         lambda x: jax.lax.all_to_all(x, "fsdp", 1, 0, tiled=True), P("fsdp"), P("fsdp"), (8, 16)
     )
     assert read_collectives(hlo, MESH) == (Collective("all-to-all", ("fsdp",), 1, 4 * 16 * F32),)
 
 
-def test_permute_is_over_the_axis_its_pairs_cross():
+def test_the_axis_of_a_permute_comes_from_its_source_target_pairs():
     hlo = compiled(
         lambda x: jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]), P("tensor"), P("tensor"), (8, 16)
     )
@@ -128,7 +128,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_loops_count_as_often_as_they_run(name):
+def test_collectives_in_a_loop_count_once_per_iteration(name):
     function, times = LOOPS[name]
     hlo = compiled(function, P(), P(), (8, 16))
     assert read_collectives(hlo, MESH) == (
@@ -136,7 +136,7 @@ def test_loops_count_as_often_as_they_run(name):
     )
 
 
-def test_a_loop_without_a_fixed_length_is_refused():
+def test_a_loop_with_an_unknown_trip_count_is_an_error():
     def until_small(x):
         return jax.lax.while_loop(lambda c: jnp.max(c) > 1e-3, lambda c: summed("data")(c) / 4, x)
 
@@ -151,7 +151,7 @@ def test_a_loop_without_a_fixed_length_is_refused():
     assert read_collectives(quiet, MESH) == ()
 
 
-def test_of_a_conditional_the_larger_branch_counts():
+def test_a_conditional_counts_its_larger_branch():
     def either(x):
         return jax.lax.cond(x[0, 0] > 0, summed("data"), lambda x: summed("data")(x[:2])[:1] + x, x)
 
@@ -166,7 +166,7 @@ def test_a_single_device_does_not_communicate():
     assert read_collectives(hlo, sizes) == ()
 
 
-def test_equal_operations_are_one_entry_in_the_order_of_the_mesh():
+def test_equal_collectives_are_merged_and_sorted_by_mesh_axis():
     def several(x):
         x = jnp.sin(jax.lax.psum(x, "tensor"))
         x = jnp.sin(jax.lax.psum(x, "data"))
@@ -191,7 +191,9 @@ def test_equal_operations_are_one_entry_in_the_order_of_the_mesh():
         (("data",), ("tensor",), "all-gather", ("data",), 2),
     ],
 )
-def test_what_xla_inserts_for_a_new_layout(before, after, kind, axes, share):
+def test_collectives_that_xla_inserts_for_a_layout_change_are_counted(
+    before, after, kind, axes, share
+):
     mesh = make_mesh(MESH)
     rows, columns = NamedSharding(mesh, P(before)), NamedSharding(mesh, P(None, after))
     double = jax.jit(lambda x: x * 2, in_shardings=rows, out_shardings=columns)
@@ -210,7 +212,7 @@ def groups_along(sizes, axes):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_lists_of_groups_are_along_the_axes_that_make_them(n):
+def test_the_axes_of_listed_groups_are_found(n):
     sizes = {"data": 4, "fsdp": 3, "context": 1, "tensor": 2, "stage": 2}
     for axes in itertools.combinations([a for a in sizes if sizes[a] > 1], n):
         line = f"ROOT %a = f32[10]{{0}} all-reduce(%x), replica_groups={groups_along(sizes, axes)}"
@@ -242,14 +244,14 @@ def test_lists_of_groups_are_along_the_axes_that_make_them(n):
         ("mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}", ("data",)),
     ],
 )
-def test_every_form_of_groups(groups, axes):
+def test_every_notation_for_groups_is_parsed(groups, axes):
     sizes = {"data": 4, "tensor": 2}
     line = f"ROOT %a = bf16[10,3]{{1,0}} all-reduce(%x), channel_id=1, replica_groups={groups}, etc"
     found = read_collectives(program(line), sizes)
     assert found == ((Collective("all-reduce", axes, 1, 60),) if axes else ())
 
 
-def test_permutes_are_over_all_axes_that_some_pair_crosses():
+def test_a_permute_spans_every_axis_that_a_pair_crosses():
     def axes_of(pairs):
         line = f"%p = f32[10]{{0}} collective-permute(%x), source_target_pairs={pairs}, etc"
         return [c.axes for c in read_collectives(program(line), MESH)]
@@ -287,7 +289,7 @@ def test_asynchronous_operations_count_once(started, kind, done, count, size):
     assert read_collectives(hlo, MESH) == (Collective(kind, ("tensor",), count, size),)
 
 
-def test_called_computations_count():
+def test_collectives_in_called_computations_are_counted():
     inner = f"  ROOT %r = f32[4]{{0}} all-reduce(%x), {GROUPS}\n}}\n"
     hlo = program(
         "%a = ((f32[4]{0}), f32[4]{0}) async-start(%x), calls=%wrapped",
@@ -301,7 +303,7 @@ def test_called_computations_count():
     assert read_collectives(hlo, MESH) == (Collective("all-reduce", ("tensor",), 4, 64),)
 
 
-def test_a_program_for_another_mesh_is_refused():
+def test_a_program_for_another_mesh_is_an_error():
     hlo = compiled(lambda x: jax.lax.psum(x, "data"), P(), P(), (8, 16))
     with pytest.raises(ValueError, match="the program is for 8 devices"):
         read_collectives(hlo, {"data": 4, "fsdp": 1, "tensor": 1})
@@ -325,7 +327,7 @@ def ring_all_reduce(inputs):
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_ring_bytes_are_what_a_ring_sends(n):
+def test_ring_bytes_match_a_simulated_ring(n):
     inputs = np.random.default_rng(0).integers(0, 9, (n, 24))
     outputs, sent = ring_all_reduce(inputs)
     assert all((output == inputs.sum(0)).all() for output in outputs)
@@ -334,7 +336,7 @@ def test_ring_bytes_are_what_a_ring_sends(n):
     assert ring_bytes("all-gather", inputs[0].nbytes, n) == pytest.approx(sum(sent[n - 1 :]))
 
 
-def test_bytes_of_an_exchange():
+def test_an_all_to_all_sends_a_fraction_of_its_bytes_and_a_permute_sends_all():
     # In an all-to-all, a device keeps 1/n of its array; a permutation sends everything.
     assert ring_bytes("all-to-all", 1200, 4) == 900
     assert ring_bytes("collective-permute", 1200, 4) == 1200

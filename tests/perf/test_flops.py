@@ -9,13 +9,13 @@ from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.flops import Rates, StepTimer, flops_per_token, peak_flops
 
 
-def test_flops_are_palms():
+def test_flops_follow_the_formula_of_palm():
     # PaLM (arXiv 2204.02311), appendix B, for GPT-2 small: 6 x 123.55M + 12 x 12 x 12 x 64 x 1024.
     model = load_config("gpt2").model
     assert flops_per_token(model, 123_551_232) == 6 * 123_551_232 + 12 * 12 * 12 * 64 * 1024
 
 
-def test_mfu_is_the_share_of_the_peak():
+def test_mfu_is_a_fraction_of_the_peak():
     # nanoGPT reports 135.6 k tokens/s of GPT-2 124M on one A100, which is 37 % of 312 TFLOP/s.
     flops = flops_per_token(load_config("gpt2").model, 123_551_232)
     rates = Rates(480, 1024, flops, 1, peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16"))
@@ -64,7 +64,7 @@ def test_time_between_steps_is_not_counted_and_waiting_is(monkeypatch):
     assert timer.lap() == (None, None)  # no step since
 
 
-def test_a_step_that_takes_minutes_on_a_cpu_is_said_before_it_begins():
+def test_a_warning_announces_steps_that_take_minutes_on_a_cpu():
     """2^27 tokens of 3.6 MFLOP each take 81 minutes at 100 GFLOP/s."""
     rates = Rates(2**20, 128, 3_600_000, n_devices=1, peak=None)
     (warning,) = rates.slow_step_warnings()

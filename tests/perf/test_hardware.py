@@ -39,11 +39,11 @@ def test_devices_are_found_by_the_name_that_jax_gives(device_kind, name):
         "TPU v5 lite",
     ],
 )
-def test_a_relative_of_a_device_is_not_taken_for_it(device_kind):
+def test_a_similar_device_name_does_not_match(device_kind):
     assert find_device(device_kind) is None
 
 
-def test_nothing_is_claimed_of_a_cpu():
+def test_the_peak_of_a_cpu_is_unknown():
     cpu = find_device(jax.devices("cpu")[0].device_kind)
     assert cpu is DEVICES["cpu"]
     assert cpu.memory is None and cpu.link_bandwidth is None and not cpu.peak_flops
@@ -70,7 +70,7 @@ def test_units_are_bytes_and_flops(name):
         ("h100", 7.9e15, 8 * 400),  # DGX H100: 32 PFLOP/s of sparse FP8, four times dense bf16
     ],
 )
-def test_devices_of_a_host_make_up_the_node(name, node_flops, node_network):
+def test_the_devices_of_a_host_add_up_to_the_node(name, node_flops, node_network):
     device = DEVICES[name]
     n = device.devices_per_host
     assert math.isclose(n * device.peak_flops["bfloat16"], node_flops, rel_tol=0.05)

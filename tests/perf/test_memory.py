@@ -23,7 +23,7 @@ def test_the_peak_is_in_bytes_on_both_systems(monkeypatch, platform, unit):
     assert peak_rss() == 7 * unit
 
 
-def test_the_peak_is_not_that_of_the_program_that_started_this_one():
+def test_the_peak_does_not_include_the_parent_process():
     """Python and JAX take less than 512 MiB, which this process holds meanwhile."""
     held = b"x" * 2**29
     program = "from jaxgpt.perf.memory import peak_rss; print(peak_rss())"

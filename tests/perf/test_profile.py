@@ -74,7 +74,7 @@ def test_every_device_runs_each_operation_once_a_step(profile):
     assert shares == sorted(shares, reverse=True) and sum(shares) <= 1 + 1e-9
 
 
-def test_operations_are_told_apart_by_what_they_are_for(profile):
+def test_operations_have_the_right_categories(profile):
     by_category = {}
     for op in profile["operations"]:
         by_category.setdefault(op["category"], []).append(op["name"])
@@ -108,7 +108,7 @@ def test_ring_attention_counts_as_attention():
     assert set(in_ring) == {"attention"}
 
 
-def test_a_model_s_operations_are_found_in_its_source():
+def test_operations_of_a_model_have_their_source_lines():
     hlo = compiled_step(MeshShape(2, 2, 2))
     operations = read_operations(parse_hlo(hlo))
     sources = {}
@@ -123,7 +123,7 @@ def test_a_model_s_operations_are_found_in_its_source():
     assert sum(op.category == "collective" for op in operations.values()) == expected > 0
 
 
-def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_come():
+def test_waiting_is_the_time_in_a_collective_before_the_last_process_arrives():
     operations = {"sum": Operation("collective", ""), "dot": Operation("matmul", "")}
 
     def process(*events):
@@ -140,7 +140,7 @@ def test_waiting_in_a_collective_is_what_others_take_longer_than_the_last_to_com
     assert "waiting    1500.000 ms   25.0%" in words
 
 
-def test_a_library_in_a_folder_that_is_named_like_the_package_is_none_of_it():
+def test_a_library_in_a_folder_named_jaxgpt_is_not_a_source_in_this_package():
     """Here, the library is in an environment inside a clone. A frame names its parent's ID + 1."""
     text = """HloModule jit_train_step
 
@@ -168,7 +168,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     assert operations["sum"].source == "train/step.py:113 train_step"
 
 
-def test_a_gpu_s_trace_that_lacks_most_of_a_step_says_why():
+def test_an_incomplete_gpu_trace_names_the_flag_that_completes_it():
     operations = {"dot": Operation("matmul", "models/transformer.py:67")}
     events = [Event("dot", "gpu 0", 0.0, 1.0)]
     found = summary([report(events, operations)], operations, n_steps=1, seconds=100.0)
@@ -214,7 +214,7 @@ ENTRY %main (a: bf16[8,4], b: bf16[4,8]) -> bf16[8,8] {
 """
 
 
-def test_what_gpus_run_is_told_apart_too():
+def test_gpu_operations_have_the_right_categories():
     found = {name: op.category for name, op in read_operations(parse_hlo(GPU)).items()}
     expected = {
         "matmul": ("gemm", "lt", "fused"),

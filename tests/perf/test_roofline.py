@@ -21,12 +21,12 @@ def work(function, *shapes):
     return read_work(parse_hlo(jax.jit(function).lower(*arguments).compile().as_text()))
 
 
-def test_a_product_reads_two_matrices_writes_one_and_multiplies_2mkn():
+def test_a_matmul_reads_two_matrices_writes_one_and_has_2mkn_flops():
     (one,) = work(lambda a, b: a @ b, (M, K), (K, N)).values()
     assert one == Work(1, 4 * (M * K + K * N), 4 * M * N, 2 * M * K * N)
 
 
-def test_products_of_a_batch_of_matrices_are_as_many_as_the_batch():
+def test_a_batched_matmul_multiplies_the_work_by_the_batch_size():
     (one,) = work(lambda a, b: jnp.einsum("bmk,bkn->bmn", a, b), (5, M, K), (5, K, N)).values()
     assert one.flops == 5 * 2 * M * K * N
 
@@ -46,12 +46,12 @@ def test_the_workspace_of_a_cublas_call_is_not_a_result():
     assert one == Work(1, 2 * (M * K + K * N), 2 * M * N, 2 * M * K * N)
 
 
-def test_elementwise_operations_of_one_array_move_it_once_each_way():
+def test_a_fused_elementwise_operation_reads_and_writes_its_array_once():
     (one,) = work(lambda x: jnp.tanh(x * 2) + x, (N, N)).values()
     assert one == Work(1, 4 * N * N, 4 * N * N, 0)
 
 
-def test_a_loop_s_operations_count_as_often_as_it_runs_and_slices_as_what_they_take():
+def test_loop_operations_count_once_per_iteration_and_slices_only_their_part():
     def rows(x):
         return jax.lax.scan(lambda carry, row: (carry, jnp.tanh(row)), 0.0, x)[1]
 
@@ -61,7 +61,7 @@ def test_a_loop_s_operations_count_as_often_as_it_runs_and_slices_as_what_they_t
     assert sum(one.written for one in loop) <= 4 * 2 * (M + 1)
 
 
-def test_the_least_time_is_the_larger_of_the_two():
+def test_the_minimum_time_is_the_larger_of_memory_and_compute_time():
     one = Work(times=3, read=60, written=40, flops=1000)
     assert one.least_seconds(bandwidth=10, peak=1e9) == 30
     assert one.least_seconds(bandwidth=1e9, peak=10) == 300
@@ -72,7 +72,7 @@ def test_the_least_time_is_the_larger_of_the_two():
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax[cuda12]"
 )
-def test_a_gpt2_step_on_an_h100_moves_no_more_than_was_found_to_be_needed():
+def test_a_gpt2_step_on_an_h100_moves_no_more_bytes_than_recorded():
     """The table in perf/README.md names each part."""
     script = Path(__file__).with_name("h100_bytes.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -22,7 +22,7 @@ REPORTS = [
 ]
 
 
-def test_a_summary_has_the_spread_over_processes_and_who_was_slowest():
+def test_a_summary_has_the_spread_over_processes_and_the_slowest_rank():
     found = summary(REPORTS)
     assert list(found["phases"]) == ["job start", "imports", "compile"]
     assert found["phases"]["imports"] == {"min": 2.0, "mean": 3.0, "max": 4.0, "slowest_rank": 1}
@@ -38,7 +38,7 @@ def test_a_summary_has_the_spread_over_processes_and_who_was_slowest():
     assert record["job_start_to_first_step"] == 17.0
 
 
-def test_an_unknown_start_of_the_job_is_none():
+def test_the_job_start_is_none_if_it_is_unknown():
     reports = [report(7.0, imports=2.0)]
     assert summary(reports)["job_start_to_first_step"] is None
     assert "job start" not in startup_line(summary(reports))
@@ -58,6 +58,6 @@ def test_phases_add_up_to_the_time_since_the_process_began(monkeypatch):
     assert found["total"] == pytest.approx(time.time() - found["process_start"], abs=0.1)
 
 
-def test_a_start_of_the_job_that_is_no_number_is_ignored(monkeypatch):
+def test_an_invalid_job_start_time_is_ignored(monkeypatch):
     monkeypatch.setenv("JAXGPT_JOB_START", "yesterday")
     assert "job start" not in startup_report(Clock(), "hit")["seconds"]

@@ -14,9 +14,9 @@ from jaxgpt.perf.units import count, format_bytes
         (2**40, "1,024 GiB"),
     ],
 )
-def test_bytes_are_read_in_their_unit(n, text):
+def test_bytes_are_formatted_with_binary_units(n, text):
     assert format_bytes(n) == text
 
 
-def test_a_noun_has_its_plural():
+def test_counts_use_the_plural_unless_they_are_one():
     assert (count(1, "host"), count(2, "process", "es")) == ("1 host", "2 processes")

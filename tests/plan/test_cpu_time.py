@@ -10,7 +10,7 @@ from jobs import run
 SMALL = ("model.n_layer=1", "model.n_embd=32", "model.n_head=2", "train.batch_size=4")
 
 
-def test_the_report_names_the_speed_that_it_assumes():
+def test_the_report_states_the_assumed_matmul_speed():
     one = run("plan", "--config", "tiny", *SMALL)
     step, tokens_per_sec, share, gflops = re.search(
         r"ESTIMATE: step (\S+) s, (\S+) tokens/s, .* reaches (\d+)% of the (\S+) GFLOP/s",

@@ -144,7 +144,9 @@ def test_a_ring_divides_the_scores_if_its_size_does_not_divide_the_heads(context
         ("llama3.2-1b", 4, 4096, 128256, 228.0e9),
     ],
 )
-def test_memory_traffic_is_that_of_programs_for_an_h100(name, rows, length, vocabulary, counted):
+def test_memory_traffic_matches_programs_compiled_for_an_h100(
+    name, rows, length, vocabulary, counted
+):
     config = load_config(
         name, f"model.vocab_size={vocabulary}", f"model.block_size={length}", *microbatches(1, rows)
     )
@@ -243,7 +245,7 @@ def test_the_best_mesh_suits_the_network_and_the_sequence(
         assert best.mesh["context"] == 1
 
 
-def test_devices_do_the_same_with_fewer_replicas():
+def test_fewer_replicas_do_not_change_the_work_of_a_device():
     """More devices than XLA can simulate are planned by leaving out replicas."""
     options = ("--mesh", "4096,1,1", "model.vocab_size=8192", "train.batch_size=8192")
     config = load_config("tiny", *options)

@@ -55,7 +55,7 @@ def live_bytes(tree):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
-def test_a_plan_is_what_the_program_does(layout):
+def test_a_plan_matches_the_memory_of_the_program(layout):
     config = configured(*layout)
     sizes = mesh_shape(config)
     plan = plan_layout(config, sizes, DEVICES["cpu"], 8)
@@ -72,7 +72,7 @@ def test_a_plan_is_what_the_program_does(layout):
 
 @pytest.mark.long  # in the short form, the code of both is made the same way
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
-def test_a_quickly_compiled_plan_is_that_of_the_program_that_runs(layout):
+def test_compiling_without_optimizations_does_not_change_the_plan(layout):
     job = run("plan", "--config", *MODEL, "--mesh", *layout, "--json")
     assert job.returncode == 0, job.stdout
     found, config = json.loads(job.stdout), configured(*layout)
@@ -104,7 +104,7 @@ def test_state_follows_the_formula_of_the_zero_paper(stage, parameters, gradient
 
 @pytest.mark.long
 @pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
-def test_another_device_counts_its_own_dtype_and_memory(gradients):
+def test_a_plan_for_a_gpu_counts_bfloat16_and_host_memory(gradients):
     dtypes = ("train.dtype=bfloat16", f"parallel.grad_reduce_dtype={gradients}")
     config = configured("1,4,2", *dtypes, "parallel.offload=moments", SCAN)
     plan = plan_layout(config, MeshShape(1, 4, 2), DEVICES["a100"], 4)
@@ -120,7 +120,7 @@ def test_another_device_counts_its_own_dtype_and_memory(gradients):
     assert "tensor=2 spans 2 hosts" in slower.warnings[0] and not plan.warnings
 
 
-def test_a_kernel_that_only_a_gpu_runs_is_planned_by_name():
+def test_a_gpu_kernel_is_planned_whether_chosen_by_auto_or_by_name():
     memory = []
     for kernel in ("auto", "cudnn"):
         config = configured("1,1,1", "train.dtype=bfloat16", SCAN, f"model.attention={kernel}")
@@ -137,7 +137,7 @@ def test_a_kernel_that_only_a_gpu_runs_is_planned_by_name():
     [("1,2,1",), ("1,1,1",), ("1,1,2", "parallel.sequence_parallel=True")],
     ids=" ".join,
 )
-def test_flash_attention_is_planned_in_linear_memory(layout):
+def test_planned_memory_of_flash_attention_is_linear_in_the_block_size(layout):
     def temporaries(block_size, device, *words):
         config = configured(
             *layout, "train.dtype=bfloat16", f"model.block_size={block_size}", "model.n_head=2",
@@ -155,7 +155,7 @@ def test_flash_attention_is_planned_in_linear_memory(layout):
 
 
 @pytest.mark.long
-def test_offloaded_moments_cost_time_and_come_back_for_the_update():
+def test_offloaded_moments_are_copied_back_for_the_update():
     config = configured("1,8,1", "train.dtype=bfloat16", SCAN)
     kept = plan_layout(config, MeshShape(1, 8, 1), DEVICES["a100"], 4)
     config = config.replace(parallel__offload="moments")
@@ -167,7 +167,7 @@ def test_offloaded_moments_cost_time_and_come_back_for_the_update():
 
 
 @pytest.mark.long
-def test_state_in_the_hosts_memory_leaves_room_for_twice_the_layers():
+def test_offloaded_layers_need_at_most_a_quarter_of_their_state_on_the_device():
     """Without moments, a layer takes 8 bytes per parameter: 4 for itself, 4 for its gradient."""
     options = ("parallel.offload=state", "parallel.remat=full", "train.batch_size=2", SCAN)
 
@@ -194,7 +194,7 @@ def test_state_in_the_hosts_memory_leaves_room_for_twice_the_layers():
         (("fsdp", "tensor"), (4, 2, 2), 4, 1),
     ],
 )
-def test_hosts_are_counted_by_where_devices_are(axes, mesh, per_host, hosts):
+def test_hosts_spanned_by_a_group_follow_the_device_order(axes, mesh, per_host, hosts):
     shape = MeshShape(*mesh)
     plan = Plan(load_config("tiny"), shape, DEVICES["a100"], per_host, Program(Memory(0, 0, 0)))
     assert plan.hosts_spanned(axes) == hosts
@@ -234,13 +234,13 @@ def search_fit(share, *options):
     return train_options(best, config), best
 
 
-def test_a_plan_that_does_not_fit_names_a_layout_that_does():
+def test_a_plan_that_does_not_fit_suggests_a_layout_that_does():
     options, best = search_fit(0.7)
     assert best.fits and options.startswith(f"--mesh {best.mesh}")
 
 
 @pytest.mark.long
-def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
+def test_advice_adds_microbatches_if_no_mesh_alone_fits():
     """Eight rows per device leave too much to keep, even if layers are recomputed."""
     options, best = search_fit(0.2, "train.batch_size=64")
     assert best.fits and "train.gradient_accumulation_steps=" in options
@@ -283,7 +283,7 @@ def test_a_plan_that_needs_less_than_a_mesh_can_save_changes_the_microbatches():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
-def test_bad_input_is_one_clear_line(arguments, words, capsys):
+def test_bad_input_is_a_one_line_error(arguments, words, capsys):
     """The error comes before JAX starts for other devices, which would fail in this process."""
     with pytest.raises(SystemExit) as end:
         plan_command.main(["--config", "tiny", *arguments])
@@ -296,7 +296,7 @@ def test_bad_input_is_one_clear_line(arguments, words, capsys):
 
 
 @pytest.mark.long
-def test_a_preset_is_planned_as_it_is():
+def test_a_preset_can_be_planned_without_options():
     """Meta's Llama 3 8B has 8,030,261,248 parameters; the preset's mesh is for any number."""
     job = run("plan", "--config", "llama3-8b")
     assert job.returncode == 0, job.stdout
@@ -304,7 +304,7 @@ def test_a_preset_is_planned_as_it_is():
     assert "parallel.mesh=1,-1,1: -1 is planned as 1" in job.stdout
 
 
-def test_a_batch_that_no_mesh_shares_out_is_refused():
+def test_a_batch_that_no_mesh_divides_is_an_error():
     job = run("plan", "--config", "tiny", "model.vocab_size=256", "--advise", "7")
     words = r"^error: --advise=7: no mesh that .*train.batch_size=24; make it a multiple of 7$"
     assert job.returncode == 2 and re.search(words, job.stdout, re.MULTILINE), job.stdout
@@ -331,7 +331,7 @@ def test_a_plan_that_does_not_fit_is_printed_even_if_the_search_considers_no_mes
     assert "context = 8 uses ulysses, because 256 tokens per device are too few" in job.stdout
 
 
-def test_a_plan_says_that_it_leaves_out_fp8():
+def test_a_plan_warns_that_it_ignores_fp8():
     config = configured("1,1,1", "train.dtype=bfloat16", "train.matmul_dtype=float8", SCAN)
     with limited_devices(1):
         plan = plan_layout(config, MeshShape(), DEVICES["h100"], 1)
@@ -339,7 +339,7 @@ def test_a_plan_says_that_it_leaves_out_fp8():
     assert "train.matmul_dtype=float8" in warning and "matmuls in bfloat16" in warning
 
 
-def test_gpt_175b_is_planned_on_a_laptop():
+def test_gpt_175b_can_be_planned_on_a_laptop():
     job = run("plan", "--config", "gpt-175b", "--mesh", "8,16,8", "--json")
     assert job.returncode == 0, job.stdout
     plan = json.loads(job.stdout)
@@ -357,7 +357,9 @@ def test_gpt_175b_is_planned_on_a_laptop():
     ("config", "microbatches", "gigabytes"),
     [("gpt2", 5, 36.5), pytest.param("gpt2-xl", 60, 51.1, marks=pytest.mark.long)],
 )
-def test_a_plan_for_an_h100_is_near_what_its_own_compiler_needs(config, microbatches, gigabytes):
+def test_a_plan_for_an_h100_is_close_to_the_memory_that_its_compiler_reports(
+    config, microbatches, gigabytes
+):
     """XLA of jaxlib 0.11.2, for an H100 with cuDNN's attention: arguments and temporaries."""
     accumulation = f"train.gradient_accumulation_steps={microbatches}"
     job = run(
@@ -383,7 +385,7 @@ def test_advice_says_that_a_model_is_too_large_for_this_machine():
 @pytest.mark.parametrize(
     ("mesh", "why"), [("1,2,1", "differ by at most 4%"), ("2,1,1", "pure data parallelism")]
 )
-def test_advice_has_the_warnings_of_the_first_layout_and_says_why_it_is_not_the_fastest(mesh, why):
+def test_advice_shows_the_warnings_of_the_first_layout_and_why_it_is_not_the_fastest(mesh, why):
     def plan(mesh, remat, warning="times are estimated"):
         program = Program(Memory(8, 8, 8, 8), warnings=(warning,))
         config = configured(mesh, f"parallel.remat={remat}", "train.dtype=bfloat16")
@@ -399,14 +401,14 @@ def test_advice_has_the_warnings_of_the_first_layout_and_says_why_it_is_not_the_
     assert "not the fastest" not in text
 
 
-def test_as_many_devices_as_xla_simulates_can_be_planned():
+def test_the_maximum_number_of_simulated_devices_can_be_planned():
     arguments = ("--config", "tiny", "--mesh", "2048,1,1", "train.batch_size=2048")
     job = run("plan", *arguments, "model.n_layer=1", "--device", "h100")
     assert job.returncode == 0, job.stdout
     assert "fits: " in job.stdout
 
 
-def test_a_report_is_readable_and_said_once():
+def test_a_report_is_readable_and_printed_by_one_process():
     job = run(
         "plan", "--config", "gpt2", "--mesh", "2,2,1", "--device", "a100", "parallel.remat=full",
         "train.batch_size=32", "train.gradient_accumulation_steps=1", processes=2,
@@ -420,7 +422,7 @@ def test_a_report_is_readable_and_said_once():
 
 
 @pytest.mark.parametrize(("kind", "rounds"), [("all-gather", 1), ("all-reduce", 2)])
-def test_a_ring_takes_the_time_of_its_bytes_and_of_its_hops(kind, rounds):
+def test_the_time_of_a_ring_includes_bandwidth_and_latency_per_hop(kind, rounds):
     """24 devices on two hosts have 23 hops per round, of which one is between the hosts.
 
     On a host of Aurora, the network is faster than the links between the devices.
@@ -436,7 +438,7 @@ def test_a_ring_takes_the_time_of_its_bytes_and_of_its_hops(kind, rounds):
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_offloaded_accumulators_move_twice_for_each_microbatch(n):
+def test_offloaded_accumulators_are_read_and_written_by_each_microbatch(n):
     """The norm and the update then read the gradients, and a single microbatch only writes them."""
     words = ("parallel.offload=state", SCAN, f"train.gradient_accumulation_steps={n}")
     P, G, M = 10_000, 100, 1  # bytes of parameters, gradients and moments
@@ -448,7 +450,7 @@ def test_offloaded_accumulators_move_twice_for_each_microbatch(n):
 
 
 @pytest.mark.parametrize("gigabytes", [0.01, 1000])
-def test_only_attention_hides_the_transfers_of_a_ring(gigabytes):
+def test_transfers_of_a_ring_overlap_only_with_attention(gigabytes):
     config = load_config(*MODEL, "train.dtype=bfloat16")
     sent = Collective("collective-permute", ("context",), 1, int(gigabytes * 1e9))
     program = Program(Memory(1, 1, 1, 1), (sent,))

@@ -97,7 +97,7 @@ def long(*layout):
     ],
     ids=" ".join,
 )
-def test_a_step_communicates_what_theory_says(layout):
+def test_communication_of_a_step_matches_the_formulas(layout):
     """Equal in kind, mesh axis, number of arrays and bytes."""
     config, mesh = settings(*layout)
     assert compiled_traffic(config, mesh) == traffic_in_theory(config, mesh)
@@ -131,7 +131,7 @@ CIRCULAR = ("parallel.schedule=circular", "parallel.stage_repeats=2")
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_pipelines_and_contexts_communicate_what_theory_says(layout):
+def test_communication_of_pipelines_and_context_parallelism_matches_the_formulas(layout):
     """Equal in bytes, except for arrays that do not depend on D, such as positions and norms."""
     config, mesh = settings(*layout)
     found, expected = compiled_traffic(config, mesh), traffic_in_theory(config, mesh)
@@ -153,7 +153,7 @@ def volume(mesh, *options):
     )
 
 
-def test_zero_costs_what_its_paper_says():
+def test_zero_communicates_the_volume_in_its_paper():
     """arXiv 1910.02054, section 7: 2 Psi for stages 0 to 2, 3 Psi for stage 3."""
     n, _ = count_parameters(load_config(*MODEL).model)
     psi = 4 * n * 7 / 8  # bytes, of which a ring of 8 sends 7/8
@@ -167,7 +167,7 @@ def test_zero_costs_what_its_paper_says():
     assert volume("1,8,1") == pytest.approx(3 * psi - embeddings, rel=0.01)
 
 
-def test_tensor_parallelism_costs_what_its_paper_says():
+def test_tensor_parallelism_communicates_the_volume_in_its_paper():
     """arXiv 1909.08053, section 3: 4 all-reduces of B T D numbers per layer, 2 around them."""
     config, mesh = settings("1,1,4")
     found = [t for t in expected_traffic(config, mesh) if t.purpose.startswith("activations")]
@@ -176,7 +176,7 @@ def test_tensor_parallelism_costs_what_its_paper_says():
     assert {(t.kind, t.axes) for t in found} == {("all-reduce", ("tensor",))}
 
 
-def test_sequence_parallelism_costs_no_more():
+def test_sequence_parallelism_sends_no_more_than_tensor_parallelism():
     """Except for the extra all-gather in the backward pass (arXiv 2205.05198, section 4.2.2)."""
     config, mesh = settings("1,1,4", SP)
     extra = sum(t.bytes for t in expected_traffic(config, mesh) if "again" in t.purpose)
