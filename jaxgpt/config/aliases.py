@@ -6,8 +6,16 @@ Megatron-DeepSpeed, DeepSpeed's JSON keys, torchtitan's job configs, MaxText's b
 levanter's TrainerConfig.
 """
 
+from collections.abc import Container
+
+
+def by_word(table: dict[str, str]) -> dict[str, str]:
+    """Return a table with one entry per word. Keys of `table` are words separated by spaces."""
+    return {word: text for words, text in table.items() for word in words.split()}
+
+
 # Maps other programs' flags, with underscores instead of dashes, to jaxgpt's keys.
-KEY_ALIASES = {
+KEY_ALIASES = by_word({
     "out_dir save job.dump_folder data.out_dir trainer.checkpointer.base_path": "out",
     "n_layer num_layers base_num_decoder_layers model.num_layers": "model.n_layer",
     "n_head num_attention_heads base_num_query_heads model.num_heads": "model.n_head",
@@ -62,7 +70,7 @@ KEY_ALIASES = {
     "sequence_parallel": "parallel.sequence_parallel",
     "scan_layers": "parallel.scan_layers",
     "save_interval checkpoint_period checkpoint.every": "checkpoint.interval",
-}
+})  # fmt: skip
 
 # Maps other programs' flags to settings with the same effect. {} stands for the flag's value. The
 # following names are not settings; `translate.py` replaces them:
@@ -70,7 +78,7 @@ KEY_ALIASES = {
 # samples.KEY   value of KEY in sequences instead of steps
 # tokens.KEY    value of KEY in tokens instead of steps
 # later.NAME    value that depends on other settings
-SETTINGS = {
+SETTINGS = by_word({
     "bf16": "train.dtype=bfloat16",
     "swiglu": "model.mlp=swiglu",
     "squared_relu": "model.mlp=relu2",
@@ -136,7 +144,7 @@ SETTINGS = {
     "data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism mesh.data": (
         "mesh.data={}"
     ),
-}
+})  # fmt: skip
 
 # Other programs' flags that set a key with a broader effect: (key, flag, effect of the key).
 BROADER = (
@@ -149,7 +157,7 @@ BROADER = (
 )
 
 # Other programs' flags that have no effect here, whatever their value.
-IGNORED = """
+IGNORED = frozenset("""
     compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend
     tensorboard_dir log_timers_to_tensorboard log_optimizer_states_to_tensorboard
@@ -171,10 +179,10 @@ IGNORED = """
     use_iota_embed reuse_example_batch max_segments_per_seq
     trainer.ray.auto_start_cluster trainer.eval_per_device_parallelism transformer_impl use_mics
     hysteresis initial_loss_scale loss_scale loss_scale_window min_loss_scale
-"""
+""".split())  # fmt: skip
 
 # Maps other programs' flags to the values that have no effect here.
-NEUTRAL = {
+NEUTRAL = by_word({
     "context_parallel_size context_parallel_degree ds_sequence_parallel_size": "1",
     "ici_context_parallelism dcn_context_parallelism": "1",
     "expert_model_parallel_size expert_parallel_degree": "1",
@@ -190,10 +198,10 @@ NEUTRAL = {
     "fp16": "False false",
     "backend": "nccl gloo mpi ccl",
     "attention": "autoselected dot_product flash cudnn_flash_te cudnn_flash_jax",  # MaxText's
-}
+})  # fmt: skip
 
 # Maps the names of other programs' configurations to settings.
-CONFIGS = {
+CONFIGS = by_word({
     "gpt2_small": "config=gpt2",
     "train_gpt2": "config=gpt2",
     "llama3_debugmodel debug_model": "config=llama-tiny",
@@ -202,7 +210,7 @@ CONFIGS = {
         "model.mlp_hidden=2048 model.block_size=1024 train.batch_size=256 train.max_iters=20000 "
         "optimizer.learning_rate=1e-3 train.dtype=bfloat16"
     ),
-}
+})  # fmt: skip
 # Maps the names of nanoGPT's configurations to its batch size and its number of microbatches, which
 # all processes share.
 NANOGPT_BATCHES = {"train_gpt2": ("12", "40"), "finetune_shakespeare": ("1", "32")}
@@ -254,7 +262,7 @@ _NEEDS_SCALING = (
 
 # Maps other programs' flags to advice: what to use instead, or why the flag is ignored. The entry
 # for NAME also applies to flags that end in `.NAME`.
-KEY_SUGGESTIONS = {
+KEY_SUGGESTIONS = by_word({
     "epochs num_epochs": "use train.max_iters=N, a number of steps",
     "exit_interval": (
         "use train.max_iters=N to stop after step N, or train.time_limit=MINUTES to save and stop "
@@ -337,35 +345,32 @@ KEY_SUGGESTIONS = {
         "with train.matmul_dtype=float8, scales are computed from the current tensors"
     ),
     "fp8_param_gather": "parameters are gathered in train.dtype, even with FP8 matmuls",
-}
+})  # fmt: skip
 
 # Maps flags to their replacements in a corrected command. The table lists only those flags in
 # KEY_SUGGESTIONS that have a single replacement.
-KEY_FIXES = {_HALVES: "train.dtype=bfloat16"}
+KEY_FIXES = by_word({_HALVES: "train.dtype=bfloat16"})
 
 # Maps `key=value`, where the value is from another program, to advice on what to use instead.
-VALUE_SUGGESTIONS = {
+VALUE_SUGGESTIONS = by_word({
     "train.dtype=fp16 train.dtype=float16 train.dtype=f16 train.dtype=half": _NEEDS_SCALING,
     "train.dtype=fp8 train.dtype=float8": "use train.dtype=bfloat16 train.matmul_dtype=float8",
     "train.eval_iters=0": "use train.eval_interval=0 to evaluate only after the last step",
-}
+})  # fmt: skip
 # Maps values in VALUE_SUGGESTIONS to the values in a corrected command.
-VALUE_FIXES = dict.fromkeys(_HALVES.split(), "bfloat16")
+VALUE_FIXES = by_word({_HALVES: "bfloat16"})
 
 
-def find(table: dict[str, str], word: str) -> str:
-    """Return a table's entry for a word, or an empty string if there is none.
+def known_end(name: str, names: Container[str]) -> str:
+    """Return the longest suffix of a dotted name that is in `names`, or an empty string."""
+    while name and name not in names:
+        name = name.partition(".")[2]
+    return name
 
-    Each key of the table lists one or more words, separated by whitespace.
-    """
-    return next((text for words, text in table.items() if word in words.split()), "")
 
-
-def find_end(table: dict[str, str], key: str) -> str:
+def find_end(table: dict[str, str], name: str) -> str:
     """Return the entry for a dotted name, or for its longest suffix that is in the table.
 
     Returns an empty string if no suffix is in the table.
     """
-    parts = key.split(".")
-    ends = (".".join(parts[i:]) for i in range(len(parts)))
-    return next((text for end in ends if (text := find(table, end))), "")
+    return table.get(known_end(name, table), "")

@@ -82,9 +82,9 @@ def translate(
             line.problems.append(unknown_key(shown, key))
             line.corrected.append(argument)
             key = meant
-            if settings().get(aliases.find(aliases.KEY_ALIASES, key) or key) is bool and not values:
+            if settings().get(aliases.KEY_ALIASES.get(key, key)) is bool and not values:
                 values = ["True"]
-        alias = aliases.find(aliases.KEY_ALIASES, key)
+        alias = aliases.KEY_ALIASES.get(key)
         neutral = aliases.find_end(aliases.NEUTRAL, key).split()
         text = aliases.find_end(aliases.SETTINGS, key)
         if value == "null" and type(None) in get_args(settings().get(key)):  # Hydra's None
@@ -101,7 +101,7 @@ def translate(
             ignored.append(argument)
         elif text:
             _put_all(line, text, values, argument)
-        elif aliases.find_end({aliases.IGNORED: "yes"}, key):
+        elif aliases.known_end(key, aliases.IGNORED):
             reason = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
             line.notes += [f"{argument}: ignored; {reason}"] if reason else []
             ignored += [] if reason else [argument]
@@ -139,9 +139,9 @@ def unknown_key(shown: str, key: str | None = None) -> str:
 
 def _is_known(key: str) -> bool:
     """Return whether a key is either a setting or a flag that one of the tables lists."""
-    tables = (aliases.SETTINGS, aliases.NEUTRAL, {aliases.IGNORED: "yes"}, aliases.KEY_SUGGESTIONS)
-    is_setting = key in settings() or aliases.find(aliases.KEY_ALIASES, key)
-    return bool(is_setting or any(aliases.find_end(table, key) for table in tables))
+    tables = (aliases.SETTINGS, aliases.NEUTRAL, aliases.IGNORED, aliases.KEY_SUGGESTIONS)
+    is_setting = key in settings() or key in aliases.KEY_ALIASES
+    return is_setting or any(aliases.known_end(key, table) for table in tables)
 
 
 def _meant_by(key: str, guesses: bool) -> str | None:
@@ -168,8 +168,7 @@ def _is_slip(key: str, meant: str) -> bool:
 
 def _near_flag(key: str) -> str | None:
     """Return the flag of another program that an unknown key probably means, or None."""
-    tables = (aliases.KEY_ALIASES, aliases.SETTINGS, aliases.NEUTRAL, [aliases.IGNORED])
-    flags = sorted({flag for table in tables for words in table for flag in words.split()})
+    flags = sorted({*aliases.KEY_ALIASES, *aliases.SETTINGS, *aliases.NEUTRAL, *aliases.IGNORED})
     if key in flags:
         return None
     swapped = [flag for flag in flags if sorted(flag.split("_")) == sorted(key.split("_"))]
@@ -189,7 +188,7 @@ def _guess_key(key: str) -> str | None:
     if not section:
         own["mesh"] = "parallel.mesh"  # parallel.mesh is usually set with --mesh
     near = [
-        lasts.get(last) or aliases.find(aliases.KEY_ALIASES, last),
+        lasts.get(last) or aliases.KEY_ALIASES.get(last),
         *(own[close] for close in difflib.get_close_matches(last, own, 1, 0.75)),
         *(lasts[close] for close in difflib.get_close_matches(last, lasts, 1, 0.9)),
     ]
@@ -215,7 +214,7 @@ def _arguments(
         if word.endswith((".py", ".toml", ".yml", ".yaml")) and not equals:
             yield word, word, "config", [word]
             continue
-        name = key if key in settings() else aliases.find(aliases.KEY_ALIASES, key)
+        name = key if key in settings() else aliases.KEY_ALIASES.get(key)
         if not key or not (word.startswith("--") or equals):
             _explain_word(word, name, words, presets, line)
             continue
@@ -342,14 +341,14 @@ def _finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | Non
     if "output" in later:
         folder, shown = Path(*later["output"], *later.get("run_name", ())), line.shown["output"]
         if "://" in " ".join(later["output"]):
-            text = aliases.find(aliases.KEY_SUGGESTIONS, "base_output_directory")
+            text = aliases.KEY_SUGGESTIONS["base_output_directory"]
             line.leave_out(shown, f"{shown}: not a folder; {text}")
         else:
             line.put("out", [str(folder)], shown)
     elif "run_name" in later:
         line.put("out", [f"runs/{' '.join(later['run_name'])}"], line.shown["run_name"])
     if "load" in later and later["load"] != line.words.get("out"):
-        shown, text = line.shown["load"], aliases.find(aliases.KEY_SUGGESTIONS, "load")
+        shown, text = line.shown["load"], aliases.KEY_SUGGESTIONS["load"]
         line.leave_out(shown, f"{shown}: not a setting of jaxgpt; {text}")
     elif "load" in later:
         line.notes.append(f"{line.shown['load']}: means --out, which also resumes the run")
@@ -422,7 +421,7 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
     stem = Path(name).stem
     plain = {re.sub("[-_]", "", preset): preset for preset in presets}
     same = plain.get(re.sub("[-_]", "", stem.removeprefix("train_")))
-    text = aliases.find(aliases.CONFIGS, stem) or (f"config={same}" if same else "")
+    text = aliases.CONFIGS.get(stem) or (f"config={same}" if same else "")
     if not text:
         return
     settings = dict(piece.split("=") for piece in text.split())
@@ -760,7 +759,7 @@ def _set_sizes(line: CommandLine) -> None:
     if "exact_gelu" in later:
         words.setdefault("model.mlp", ["gelu"])
     if "merges" in later and ("tokenizer" in later or "model.vocab_size" in words):
-        text = aliases.find(aliases.KEY_SUGGESTIONS, "merge_file")
+        text = aliases.KEY_SUGGESTIONS["merge_file"]
         line.notes.append(f"{line.shown['merges']}: ignored; {text}")
     elif "merges" in later:
         later["tokenizer"], line.shown["tokenizer"] = ["GPT2BPETokenizer"], line.shown["merges"]

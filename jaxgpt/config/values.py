@@ -41,7 +41,7 @@ def parse_value(name: str, kind: Any, words: Sequence[str]) -> Any:
     if name in _PATHS:
         words = [expand_user(word, f"{name}=") for word in words]
     words = [aliases.VALUE_ALIASES.get(name, {}).get(word, word) for word in words]
-    answer = aliases.find(aliases.VALUE_SUGGESTIONS, f"{name}={words[0]}") if words else ""
+    answer = aliases.VALUE_SUGGESTIONS.get(f"{name}={words[0]}") if words else None
     if answer:
         raise UsageError(f"{name}={words[0]}: {answer}")
     try:

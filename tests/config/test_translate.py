@@ -283,8 +283,7 @@ def test_a_resumed_run_keeps_its_model(tmp_path):
     assert not any("85M" in text for text in notes)
 
 
-TABLES = (aliases.KEY_ALIASES, aliases.SETTINGS, aliases.NEUTRAL, [aliases.IGNORED])
-FLAGS = sorted({flag for table in TABLES for flags in table for flag in flags.split()})
+FLAGS = sorted({*aliases.KEY_ALIASES, *aliases.SETTINGS, *aliases.NEUTRAL, *aliases.IGNORED})
 ODD = ("", "x", "-1", "0", "9" * 5000, "1e400", "nan", "2 3", "=", "=0")
 
 
