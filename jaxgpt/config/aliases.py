@@ -73,7 +73,7 @@ KEY_ALIASES = by_word({
 })  # fmt: skip
 
 # Maps other programs' flags to settings with the same effect. {} stands for the flag's value. The
-# following names are not settings; `translate.py` replaces them:
+# following names are not settings; `other_programs.py` replaces them:
 # mesh.AXIS     size of one mesh axis; mesh.rest names the axis that gets all remaining devices
 # samples.KEY   value of KEY in sequences instead of steps
 # tokens.KEY    value of KEY in tokens instead of steps

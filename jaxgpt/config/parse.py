@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 
 from jaxgpt.config import aliases
+from jaxgpt.config.command_line import CommandLine
 from jaxgpt.config.errors import UsageError, expand_user, in_words, nearest, parse_yaml, shorten
 from jaxgpt.config.help import is_help, requested_help
 from jaxgpt.config.schema import Config, sections, settings
-from jaxgpt.config.translate import CommandLine, translate, unknown_key
+from jaxgpt.config.translate import translate, unknown_key
 from jaxgpt.config.validate import (
     Choices,
     check_choice,

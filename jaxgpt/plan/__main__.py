@@ -147,7 +147,7 @@ def _check_advise(n_devices: int, rest: list[str]) -> None:
 
     line = translate(rest, presets())
     given = [line.shown[key] for key in ("parallel.mesh", *CHOSEN) if key in line.shown]
-    given += [argument for flags in line.axes.values() for argument in flags.values()]
+    given += [argument for flags in line.other.axes.values() for argument in flags.values()]
     if given:
         words = ", ".join(dict.fromkeys(given))  # a flag may set several keys
         raise UsageError(f"{words}: --advise chooses the layout; remove one or the other")

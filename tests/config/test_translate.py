@@ -292,7 +292,7 @@ def test_any_value_of_any_flag_is_translated_or_a_problem(rest):
     for flag, value in itertools.product(FLAGS, ODD):
         argument = f"--{flag}{value}" if value[:1] == "=" else f"--{flag} {value}"
         line = translate(f"{argument}{rest}".split(), presets())
-        assert line.words or line.notes or line.problems or line.later or line.axes
+        assert line.words or line.notes or line.problems or line.other.later or line.other.axes
 
 
 @pytest.mark.parametrize("rest", ["", " --global-batch-size 8 --micro-batch-size 1"])
