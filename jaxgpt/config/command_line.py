@@ -1,8 +1,17 @@
 """`CommandLine`, the result of translating a command line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Default(NamedTuple):
+    """Preset for command lines without --config."""
+
+    config: str
+    note: str = ""
+    words: Mapping[str, list[str]] = {}  # settings to add to the preset
 
 
 @dataclass
@@ -26,10 +35,7 @@ class CommandLine:
     corrected: list[str] = field(default_factory=list)  # arguments with a misspelled key
     shown: dict[str, str] = field(default_factory=dict)  # key -> argument that set it
     other: OtherFlags = field(default_factory=OtherFlags)
-    default_config: str = "tiny"  # preset for command lines without --config
-    default_notes: list[str] = field(default_factory=list)  # notes if `default_config` is used
-    # settings to add if `default_config` is used
-    default_words: dict[str, list[str]] = field(default_factory=dict)
+    default: Default = Default("tiny")
 
     def put(self, key: str, words: Sequence[str], argument: str) -> None:
         """Set a key. If another flag has set a different value, leave the argument out."""

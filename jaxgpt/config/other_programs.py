@@ -7,12 +7,34 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxgpt.config import aliases
-from jaxgpt.config.command_line import CommandLine, flag_name
+from jaxgpt.config.command_line import CommandLine, Default, flag_name
 from jaxgpt.config.errors import in_words, parse_yaml, shorten
 from jaxgpt.config.mesh import MeshShape, axes_with
 
 PADDING = 128  # Megatron pads the vocabulary to a multiple of 128 times the tensor-parallel size
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
+# Defaults of command lines without --config.
+DEFAULTS = {
+    "megatron": Default(
+        "megatron",
+        "this is a Megatron command line, because it has --micro-batch-size: settings that are not "
+        "given have Megatron's defaults (--config megatron)",
+    ),
+    "maxtext": Default(
+        "maxtext",
+        "a MaxText command line without model_name=NAME selects MaxText's default model, with 1.1B "
+        "parameters (--config maxtext)",
+    ),
+    "wordplay": Default(
+        "wordplay",
+        "a wordplay command line without +experiment=NAME selects wordplay's default: an 85M "
+        "character-level model with GPT-2's shape (--config wordplay)",
+        {"train.batch_size_per_device": ["12"]},
+    ),
+}
+# Names of programs that decay until the last step, and their default warm-up fractions:
+# warmup_steps_fraction in MaxText's base.yml, and warmup in levanter's OptimizerConfig.
+WARMUP_FRACTIONS = {"maxtext": ("MaxText", "0.1"), "levanter": ("levanter", "0.01")}
 
 
 def put_all(line: CommandLine, text: str, values: list[str], argument: str) -> None:
@@ -39,6 +61,8 @@ def finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None
     if "experiment" in later:
         _set_experiment(line, later["experiment"])
     _set_config(line, presets)
+    programs = _programs(line)
+    _set_default(line, programs)
     if "data" in later:
         name = " ".join(later["data"])
         shown, dataset = line.shown["data"], aliases.WORDPLAY_DATA.get(name, name)
@@ -79,9 +103,9 @@ def finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None
             line.notes.append(f"{line.shown[key]}: means {key}={line.words[key][0]}, {effect}")
     _set_strategy(line)
     _set_mesh(line)
-    _set_batch(line, n_devices)
-    _set_schedule(line)
-    _set_sizes(line)
+    _set_batch(line, programs, n_devices)
+    _set_schedule(line, programs)
+    _set_sizes(line, programs)
 
 
 def _set_experiment(line: CommandLine, words: list[str]) -> None:
@@ -101,36 +125,8 @@ def _set_experiment(line: CommandLine, words: list[str]) -> None:
 
 
 def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
-    """Replace the name of another program's configuration with a preset.
-
-    If no --config is given but the flags identify the program, set `line.default_config`.
-    """
+    """Replace the name of another program's configuration with a preset."""
     if "config" not in line.words:
-        is_wordplay = {"data", "backend"} & line.other.later.keys() or any(
-            flag_name(shown) in ("model.batch_size", "optimizer.gas")
-            for shown in line.shown.values()
-        )
-        size_flag = flag_name(line.shown.get("micro_batch_size", ""))  # may be misspelled
-        if size_flag and not size_flag.startswith("trainer."):
-            line.default_config = "megatron"
-            line.default_notes.append(
-                "this is a Megatron command line, because it has --micro-batch-size: settings that "
-                "are not given have Megatron's defaults (--config megatron)"
-            )
-        elif {"maxtext", "per_device", "output"} & line.other.later.keys():
-            line.default_config = "maxtext"
-            line.default_notes.append(
-                "a MaxText command line without model_name=NAME selects MaxText's default model, "
-                "with 1.1B parameters (--config maxtext)"
-            )
-        elif is_wordplay:
-            line.default_config = "wordplay"
-            line.default_notes.append(
-                "a wordplay command line without +experiment=NAME selects wordplay's default: an "
-                "85M character-level model with GPT-2's shape (--config wordplay)"
-            )
-            if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
-                line.default_words["train.batch_size_per_device"] = ["12"]
         return
     name = line.words["config"][0]
     is_own = os.path.isfile(name) or flag_name(line.shown["config"]) == "config"  # else levanter's
@@ -142,11 +138,43 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
     text = aliases.CONFIGS.get(stem) or (f"config={same}" if same else "")
     if not text:
         return
-    settings = dict(piece.split("=") for piece in text.split())
     line.notes.append(f"{line.shown['config']}: means {text.replace('config=', '--config ', 1)}")
-    line.words["config"] = [settings.pop("config")]
-    for key, value in settings.items():
+    named = dict(piece.split("=") for piece in text.split())
+    line.words["config"] = [named.pop("config")]
+    for key, value in named.items():
         line.words.setdefault(key, [value])
+
+
+def _programs(line: CommandLine) -> list[str]:
+    """Return the programs whose flags are on a command line.
+
+    The first one with an entry in `DEFAULTS` sets the default preset. The list is empty if the
+    settings are in jaxgpt's own YAML file.
+    """
+    later, config = line.other.later, line.words.get("config")
+    names = {flag_name(argument) for argument in line.shown.values()}
+    size_flag = flag_name(line.shown.get("micro_batch_size", ""))  # may be misspelled
+    is_micro = bool(size_flag) and not size_flag.startswith("trainer.")
+    has_flags = {
+        "megatron": is_micro if config is None else config == ["megatron"],
+        "maxtext": {"maxtext", "per_device", "output"} & later.keys(),
+        "wordplay": {"data", "backend"} & later.keys()
+        or {"model.batch_size", "optimizer.gas"} & names,
+        "levanter": "config_path" in names or any(name.startswith("trainer.") for name in names),
+        "nanogpt": line.shown.get("config", "").endswith(".py"),
+    }
+    if config is not None and config[0].endswith((".yaml", ".yml")):
+        return []
+    return [program for program, has_any in has_flags.items() if has_any]
+
+
+def _set_default(line: CommandLine, programs: list[str]) -> None:
+    """Set the preset for a command line without --config."""
+    if "config" in line.words:
+        return
+    line.default = next((DEFAULTS[p] for p in programs if p in DEFAULTS), line.default)
+    if {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
+        line.default = line.default._replace(words={})
 
 
 def _set_split(line: CommandLine, words: list[str]) -> None:
@@ -266,7 +294,7 @@ def _size(argument: str) -> int | None:
     return -1 if word == "-1" else _whole(word)
 
 
-def _set_batch(line: CommandLine, n_devices: int | None) -> None:
+def _set_batch(line: CommandLine, programs: list[str], n_devices: int | None) -> None:
     """Set the batch size and gradient accumulation from flags of Megatron, nanoGPT and MaxText."""
     later, words = line.other.later, line.words
     if "per_device" in later or "pipeline_microbatches" in later:
@@ -276,7 +304,8 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
     elif "micro_batch_size" in later:
         shown = line.shown["micro_batch_size"]
         line.put("train.batch_size_per_device", later["micro_batch_size"], shown)
-    _set_nanogpt_defaults(line)
+    if "nanogpt" in programs:
+        _set_nanogpt_defaults(line)
     if "nanogpt_accumulation" in later:
         shown, n = line.shown["nanogpt_accumulation"], _whole(later["nanogpt_accumulation"][0])
         rows = _number(line, "train.batch_size")
@@ -300,9 +329,9 @@ def _set_batch(line: CommandLine, n_devices: int | None) -> None:
 
 def _set_nanogpt_defaults(line: CommandLine) -> None:
     """If one factor of nanoGPT's batch size is given, add the other from its configuration."""
-    file = line.shown.get("config", "")
-    name, later = Path(file).stem, line.other.later
-    if not file.endswith(".py") or name not in aliases.NANOGPT_BATCHES:
+    file, later = line.shown["config"], line.other.later
+    name = Path(file).stem
+    if name not in aliases.NANOGPT_BATCHES:
         return
     rows, n = aliases.NANOGPT_BATCHES[name]
     is_nanogpt = flag_name(line.shown.get("train.batch_size", "")) == "batch_size"
@@ -403,7 +432,7 @@ def _axis_size(line: CommandLine, axis: str) -> int:
     return math.prod(abs(_size(shown) or 1) for shown in line.other.axes.get(axis, {}).values())
 
 
-def _set_schedule(line: CommandLine) -> None:
+def _set_schedule(line: CommandLine, programs: list[str]) -> None:
     """Convert lengths given in sequences, in tokens or as a warm-up fraction to steps."""
     words, later, unknown = line.words, line.other.later, set()
     for name in [name for name in later if name.startswith(("samples.", "tokens."))]:
@@ -418,10 +447,12 @@ def _set_schedule(line: CommandLine) -> None:
         else:
             unknown.add(key)
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
-    program, fraction = _program(line)
+    program, fraction = next(
+        (WARMUP_FRACTIONS[p] for p in programs if p in WARMUP_FRACTIONS), ("", "")
+    )
     end_key, warmup_key = "optimizer.lr_decay_iters", "optimizer.warmup_iters"
     decays = words.get("optimizer.schedule") != ["constant"] and end_key not in unknown
-    if (_is_megatron(line) or program) and "train.max_iters" in words and decays:
+    if ("megatron" in programs or program) and "train.max_iters" in words and decays:
         words.setdefault(end_key, words["train.max_iters"])  # the default of all three programs
         if program and warmup_key not in words and "warmup_fraction" not in later:
             later["warmup_fraction"] = [fraction]
@@ -451,27 +482,7 @@ def _set_schedule(line: CommandLine) -> None:
             line.notes.append(f"{shown}: means optimizer.warmup_iters={steps}")
 
 
-def _is_megatron(line: CommandLine) -> bool:
-    """Return whether the command line has Megatron's defaults."""
-    return line.default_config == "megatron" or line.words.get("config") == ["megatron"]
-
-
-def _program(line: CommandLine) -> tuple[str, str]:
-    """Return MaxText or levanter, and its default warm-up fraction.
-
-    Return ("", "") for other programs, and if jaxgpt's own YAML file has the settings.
-    """
-    if line.words.get("config", [""])[0].endswith((".yaml", ".yml")):
-        return "", ""
-    if {"maxtext", "per_device", "output"} & line.other.later.keys():
-        return "MaxText", "0.1"  # warmup_steps_fraction in its base.yml
-    names = {flag_name(shown) for shown in line.shown.values()}
-    if "config_path" in names or any(name.startswith("trainer.") for name in names):
-        return "levanter", "0.01"  # warmup in its OptimizerConfig
-    return "", ""
-
-
-def _set_sizes(line: CommandLine) -> None:
+def _set_sizes(line: CommandLine, programs: list[str]) -> None:
     """Set the padded vocabulary size and the width of a SwiGLU MLP as Megatron computes them."""
     words, later = line.words, line.other.later
     if "exact_gelu" in later:
@@ -497,7 +508,7 @@ def _set_sizes(line: CommandLine) -> None:
                 "samples, use data.tokenizer=FOLDER"
             )
     width = _number(line, "model.n_embd")
-    is_swiglu = _is_megatron(line) and words.get("model.mlp") == ["swiglu"]
+    is_swiglu = "megatron" in programs and words.get("model.mlp") == ["swiglu"]
     if is_swiglu and width and "model.mlp_hidden" not in words:
         hidden = width * 8 // 3 // 64 * 64
         words["model.mlp_hidden"] = [str(hidden)]

@@ -171,18 +171,18 @@ def _base_of(line: CommandLine, saved: SettingsOf) -> tuple[Path, Mapping[str, A
     Raises `UsageError` if the file is missing or unreadable. If `line` already has problems, an
     invalid --config is added to these problems instead of raising an error.
     """
-    given = line.words
+    given, default = line.words, line.default
     try:
-        base, content = _base(given, saved, line.default_config)
+        base, content = _base(given, saved, default.config)
     except UsageError as error:
         if not line.problems or "config" not in given:
             raise
         line.leave_out(f"--config {given.pop('config')[0]}", str(error))
-        base, content = _base(given, saved, line.default_config)
-    is_other = line.default_config != "tiny" and base == presets()[line.default_config]
+        base, content = _base(given, saved, default.config)
+    is_other = default.config != "tiny" and base == presets()[default.config]
     if is_other and "config" not in given:
-        given |= {"config": [line.default_config], **line.default_words}
-        line.notes += line.default_notes
+        given |= {"config": [default.config], **default.words}
+        line.notes.append(default.note)
     return base, content
 
 
@@ -290,9 +290,9 @@ def train_command(
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
     wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words, {}))}
     given, left_out = _corrected(line, wrong)
-    default = config if line.default_config == "tiny" else line.default_config
+    default = config if line.default.config == "tiny" else line.default.config
     if default is not None and "config" not in given:
-        given = {"config": [default], **given, **line.default_words}
+        given = {"config": [default], **given, **line.default.words}
     remarks = [*line.notes, *_join_same([*line.problems, *wrong.values()])]
     if line.corrected:
         remarks.append(f"corrected: {', '.join(line.corrected)}")
