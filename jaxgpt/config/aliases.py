@@ -56,9 +56,8 @@ KEY_ALIASES = by_word({
     "lr_wsd_decay_iters": "optimizer.wsd_decay_iters",
     "sgd_momentum muon_momentum": "optimizer.momentum",
     "min_lr": "optimizer.min_lr",
-    "warmup_iters lr_warmup_iters lr_scheduler.warmup_steps train.warmup_iters": (
-        "optimizer.warmup_iters"
-    ),
+    "warmup_iters lr_warmup_iters train.warmup_iters": "optimizer.warmup_iters",
+    "lr_scheduler.warmup_steps": "optimizer.warmup_iters",
     "lr_decay_iters": "optimizer.lr_decay_iters",
     "weight_decay": "optimizer.weight_decay",
     "beta1 adam_beta1": "optimizer.beta1",
@@ -93,16 +92,14 @@ SETTINGS = by_word({
     "checkpoint_activations": "parallel.remat=full",
     "recompute_granularity activation_checkpoint.mode remat_policy": "parallel.remat={}",
     "reset_attention_mask reset_position_ids eod_mask_loss": "data.document_mask=True",
-    "model.batch_size local_batch_size training.local_batch_size "
-    "per_device_train_batch_size train_micro_batch_size_per_gpu": (
-        "train.batch_size_per_device={}"
-    ),
+    "model.batch_size local_batch_size training.local_batch_size": "train.batch_size_per_device={}",
+    "per_device_train_batch_size": "train.batch_size_per_device={}",
+    "train_micro_batch_size_per_gpu": "train.batch_size_per_device={}",
     "per_device_batch_size": "later.per_device={}",
     "micro_batch_size trainer.per_device_parallelism": "later.micro_batch_size={}",
     "gradient_accumulation_steps": "later.nanogpt_accumulation={}",
-    "optimizer.gas gas optimizer.gradient_accumulation_steps": (
-        "train.gradient_accumulation_steps={}"
-    ),
+    "optimizer.gas gas": "train.gradient_accumulation_steps={}",
+    "optimizer.gradient_accumulation_steps": "train.gradient_accumulation_steps={}",
     "train_samples": "samples.train.max_iters={}",
     "lr_decay_samples": "samples.optimizer.lr_decay_iters={}",
     "lr_warmup_samples": "samples.optimizer.warmup_iters={}",
@@ -127,23 +124,19 @@ SETTINGS = by_word({
     "ds_config_path deepspeed_config": "later.ds_config={}",
     "config_path job.config_file model_name": "config={}",
     "tensor_model_parallel_size": "mesh.tensor={}",
-    "tensor_parallel_degree ici_tensor_parallelism dcn_tensor_parallelism": (
-        "mesh.tensor={} mesh.rest=fsdp"
-    ),
-    "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism "
-    "dcn_pipeline_parallelism": "mesh.stage={}",
+    "tensor_parallel_degree": "mesh.tensor={} mesh.rest=fsdp",
+    "ici_tensor_parallelism dcn_tensor_parallelism": "mesh.tensor={} mesh.rest=fsdp",
+    "pipeline_model_parallel_size pipeline_parallel_degree": "mesh.stage={}",
+    "ici_pipeline_parallelism dcn_pipeline_parallelism": "mesh.stage={}",
     "num_pipeline_microbatches": "later.pipeline_microbatches={}",
     "num_pipeline_repeats": "parallel.schedule=circular parallel.stage_repeats={}",
     "context_parallel_size ds_sequence_parallel_size": "mesh.context={}",
-    "context_parallel_degree ici_context_parallelism dcn_context_parallelism": (
-        "mesh.context={} mesh.rest=fsdp"
-    ),
-    "data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism mesh.fsdp": (
-        "mesh.fsdp={}"
-    ),
-    "data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism mesh.data": (
-        "mesh.data={}"
-    ),
+    "context_parallel_degree": "mesh.context={} mesh.rest=fsdp",
+    "ici_context_parallelism dcn_context_parallelism": "mesh.context={} mesh.rest=fsdp",
+    "data_parallel_shard_degree mesh.fsdp": "mesh.fsdp={}",
+    "ici_fsdp_parallelism dcn_fsdp_parallelism": "mesh.fsdp={}",
+    "data_parallel_replicate_degree mesh.data": "mesh.data={}",
+    "ici_data_parallelism dcn_data_parallelism": "mesh.data={}",
 })  # fmt: skip
 
 # Other programs' flags that set a key with a broader effect: (key, flag, effect of the key).
@@ -235,23 +228,17 @@ WORDPLAY_EXPERIMENTS = {
 MEGATRON_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 # Maps jaxgpt's keys to tables that translate other programs' values to jaxgpt's values.
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "float": "float32"}
+_DTYPES = by_word({"bf16": "bfloat16", "fp32 f32 float": "float32"})
 VALUE_ALIASES = {
     "train.dtype": _DTYPES,
     "train.matmul_dtype": {"fp8": "float8"},
     "parallel.grad_reduce_dtype": _DTYPES,
-    "optimizer.name": {
-        "adam": "adamw",
-        "AdamW": "adamw",
-        "apex.adam": "adamw",
-        "Muon": "muon",
-        "dist_muon": "muon",
-    },
+    "optimizer.name": by_word({"adam AdamW apex.adam": "adamw", "Muon dist_muon": "muon"}),
     "model.norm": {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"},
     "model.position": {"learned_absolute": "learned"},
     "parallel.remat": {"selective": "attention"},
     "optimizer.schedule": {"WSD": "wsd"},
-    "optimizer.wsd_decay": {"minus_sqrt": "sqrt", "1-sqrt": "sqrt"},
+    "optimizer.wsd_decay": by_word({"minus_sqrt 1-sqrt": "sqrt"}),
     "parallel.offload": {"False": "none", "True": "moments"},
 }
 _HALVES = "fp16 float16 f16 half"
@@ -369,8 +356,5 @@ def known_end(name: str, names: Container[str]) -> str:
 
 
 def find_end(table: dict[str, str], name: str) -> str:
-    """Return the entry for a dotted name, or for its longest suffix that is in the table.
-
-    Returns an empty string if no suffix is in the table.
-    """
+    """Return the entry for a dotted name's longest suffix in a table, or an empty string."""
     return table.get(known_end(name, table), "")
