@@ -44,23 +44,22 @@ def translate(
             line.problems.append(unknown_key(shown, key))
             line.corrected.append(argument)
             key = meant
-            if settings().get(aliases.KEY_ALIASES.get(key, key)) is bool and not values:
+            if settings().get(_setting(key)) is bool and not values:
                 values = ["True"]
-        alias = aliases.KEY_ALIASES.get(key)
-        neutral = aliases.find_end(aliases.NEUTRAL, key).split()
-        text = aliases.find_end(aliases.SETTINGS, key)
+        name = _setting(key)
+        text = "" if name else aliases.find_end(aliases.SETTINGS, key)
+        is_switch = bool(text) and "{}" not in text
+        is_off = is_switch and value.lower() in _OFF
         if value == "null" and type(None) in get_args(settings().get(key)):  # Hydra's None
             line.put(key, ["None"], argument)
-        elif value in neutral or value == "null":
+        elif value in aliases.find_end(aliases.NEUTRAL, key).split() or value == "null" or is_off:
             ignored.append(argument)
-        elif (key in settings() or alias or "{}" in text) and not values:
+        elif (name or "{}" in text) and not values:
             line.leave_out(argument, f"{argument}: needs a value")
-        elif key in settings() or alias:
-            line.put(key if key in settings() else alias, values, argument)
-        elif text and "{}" not in text and value.lower() not in _ON | _OFF:
+        elif name:
+            line.put(name, values, argument)
+        elif is_switch and value.lower() not in _ON:
             line.leave_out(argument, f"{argument}: must be True or False")
-        elif text and "{}" not in text and value.lower() in _OFF:
-            ignored.append(argument)
         elif text:
             put_all(line, text, values, argument)
         elif aliases.known_end(key, aliases.IGNORED):
@@ -89,21 +88,23 @@ def unknown_key(shown: str, key: str | None = None) -> str:
     found = aliases.find_end(aliases.KEY_SUGGESTIONS, key)
     if found and not ("." in key and key.rpartition(".")[2] in lasts):
         return f"{shown}: not a setting of jaxgpt; {found}"
-    if guess := _guess_key(key):
-        name = "mesh" if guess == "parallel.mesh" else guess
+    if meant := _guess_key(key) or _near_flag(key):
+        name = "mesh" if meant == "parallel.mesh" else meant
         hint = f"did you mean {name if '.' in name else '--' + name.replace('_', '-')}?"
-    elif flag := _near_flag(key):
-        hint = f"did you mean {flag if '.' in flag else '--' + flag.replace('_', '-')}?"
     else:
         hint = "python -m jaxgpt.train --help lists every key"
     return f"{shown}: unknown key; {hint}"
 
 
+def _setting(key: str) -> str | None:
+    """Return the setting that a key or another program's name for it stands for, or None."""
+    return key if key in settings() else aliases.KEY_ALIASES.get(key)
+
+
 def _is_known(key: str) -> bool:
     """Return whether a key is either a setting or a flag that one of the tables lists."""
     tables = (aliases.SETTINGS, aliases.NEUTRAL, aliases.IGNORED, aliases.KEY_SUGGESTIONS)
-    is_setting = key in settings() or key in aliases.KEY_ALIASES
-    return is_setting or any(aliases.known_end(key, table) for table in tables)
+    return bool(_setting(key) or any(aliases.known_end(key, table) for table in tables))
 
 
 def _meant_by(key: str, guesses: bool) -> str | None:
@@ -176,7 +177,7 @@ def _arguments(
         if word.endswith((".py", ".toml", ".yml", ".yaml")) and not equals:
             yield word, word, "config", [word]
             continue
-        name = key if key in settings() else aliases.KEY_ALIASES.get(key)
+        name = _setting(key)
         if not key or not (word.startswith("--") or equals):
             _explain_word(word, name, words, presets, line)
             continue
@@ -213,7 +214,7 @@ def _is_switch(key: str) -> bool:
 
 
 def _explain_word(
-    word: str, key: str, following: list[str], presets: Mapping[str, Path], line: CommandLine
+    word: str, key: str | None, following: list[str], presets: Mapping[str, Path], line: CommandLine
 ) -> None:
     """Add a problem to `line` for a word that is not an argument.
 
