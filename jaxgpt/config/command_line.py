@@ -20,7 +20,6 @@ class OtherFlags:
 
     later: dict[str, list[str]] = field(default_factory=dict)  # NAME in later.NAME -> values
     axes: dict[str, dict[str, str]] = field(default_factory=dict)  # mesh axis -> flag -> argument
-    unknown_axes: dict[str, str] = field(default_factory=dict)  # mesh axis -> argument left out
     rest: str | None = None  # mesh axis that gets the remaining devices, if a flag sets it
 
 
@@ -41,11 +40,10 @@ class CommandLine:
         """Set a key. If another flag has set a different value, leave the argument out."""
         other = self.shown.get(key, "")
         if other and flag_name(other) != flag_name(argument) and not _same(self.words[key], words):
-            self.leave_out(
-                argument, f"{argument}: {other} also sets {key}, to another value; keep one of them"
-            )
-            return
-        self.words[key], self.shown[key] = list(words), argument
+            why = f"{other} also sets {key}, to another value; keep one of them"
+            self.leave_out(argument, f"{argument}: {why}")
+        else:
+            self.words[key], self.shown[key] = list(words), argument
 
     def leave_out(self, argument: str, problem: str) -> None:
         """Record a problem, and leave `argument` out of the corrected command."""
@@ -59,9 +57,7 @@ def flag_name(argument: str) -> str:
 
 
 def _same(one: list[str], other: list[str]) -> bool:
-    if one == other:
-        return True
     try:
-        return [float(word) for word in one] == [float(word) for word in other]
+        return one == other or [float(word) for word in one] == [float(word) for word in other]
     except ValueError:
         return False

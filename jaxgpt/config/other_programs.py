@@ -1,4 +1,4 @@
-"""Emulation of other programs, some of whose flags depend on other settings."""
+"""Flags of other programs whose meaning depends on other settings, and the programs' defaults."""
 
 import math
 import os
@@ -13,56 +13,144 @@ from jaxgpt.config.mesh import MeshShape, axes_with
 
 PADDING = 128  # Megatron pads the vocabulary to a multiple of 128 times the tensor-parallel size
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
-# Defaults of command lines without --config.
-DEFAULTS = {
-    "megatron": Default(
+BATCH_SIZES = ("train.batch_size_per_device", "train.batch_size")
+ACCUMULATION = "train.gradient_accumulation_steps"
+# Defaults of command lines without --config. If several apply, the first one is used.
+DEFAULTS = (
+    Default(
         "megatron",
         "this is a Megatron command line, because it has --micro-batch-size: settings that are not "
         "given have Megatron's defaults (--config megatron)",
     ),
-    "maxtext": Default(
+    Default(
         "maxtext",
         "a MaxText command line without model_name=NAME selects MaxText's default model, with 1.1B "
         "parameters (--config maxtext)",
     ),
-    "wordplay": Default(
+    Default(
         "wordplay",
         "a wordplay command line without +experiment=NAME selects wordplay's default: an 85M "
         "character-level model with GPT-2's shape (--config wordplay)",
         {"train.batch_size_per_device": ["12"]},
     ),
-}
+)
 # Names of programs that decay until the last step, and their default warm-up fractions:
 # warmup_steps_fraction in MaxText's base.yml, and warmup in levanter's OptimizerConfig.
-WARMUP_FRACTIONS = {"maxtext": ("MaxText", "0.1"), "levanter": ("levanter", "0.01")}
+WARMUPS = {"maxtext": ("MaxText", "0.1"), "levanter": ("levanter", "0.01")}
 
 
 def put_all(line: CommandLine, text: str, values: list[str], argument: str) -> None:
     """Apply `text`, an entry of the SETTINGS or KEY_FIXES table."""
+    other = line.other
     for piece in text.split():
         key, _, value = piece.partition("=")
+        kind, _, name = key.partition(".")
         words = values if value == "{}" else [value]
         if key == "mesh.rest":
-            line.other.rest = line.other.rest or value
-        elif key.startswith("mesh."):
-            axis = key.removeprefix("mesh.")
-            line.other.axes.setdefault(axis, {})[flag_name(argument)] = argument
+            other.rest = other.rest or value
+        elif kind == "mesh":
+            other.axes.setdefault(name, {})[flag_name(argument)] = argument
             line.shown.setdefault(key, argument)
-        elif key.startswith(("later.", "samples.", "tokens.")):
-            line.other.later[key.removeprefix("later.")] = words
-            line.shown[key.removeprefix("later.")] = argument
+        elif kind in ("later", "samples", "tokens"):
+            name = name if kind == "later" else key
+            other.later[name], line.shown[name] = words, argument
         else:
             line.put(key, words, argument)
 
 
 def finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None) -> None:
-    """Apply the values that depend on other settings."""
+    """Apply the flags in `line.other`, and the defaults of other programs."""
     later = line.other.later
     if "experiment" in later:
-        _set_experiment(line, later["experiment"])
-    _set_config(line, presets)
+        _set_experiment(line)
+    if "config" in line.words:
+        _set_config(line, presets)
     programs = _programs(line)
-    _set_default(line, programs)
+    if "config" not in line.words:
+        line.default = next((new for new in DEFAULTS if new.config in programs), line.default)
+        if line.words.keys() & BATCH_SIZES:
+            line.default = line.default._replace(words={})
+    _set_data(line)
+    if "split" in later:
+        _set_split(line)
+    _set_folder(line)
+    weights = " ".join(line.words.get("train.init_from", ()))
+    shown = line.shown.get("train.init_from", "")
+    if flag_name(shown) == "init_from" and weights in aliases.NANOGPT_WEIGHTS:
+        del line.words["train.init_from"]
+        line.leave_out(shown, f"{shown}: {aliases.NANOGPT_WEIGHTS[weights]}")
+    for key, name, effect in aliases.BROADER:
+        if flag_name(line.shown.get(key, "")) == name:
+            line.notes.append(f"{line.shown[key]}: means {key}={line.words[key][0]}, {effect}")
+    _set_strategy(line)
+    _set_mesh(line)
+    if {"per_device", "pipeline_microbatches"} & later.keys():
+        _set_maxtext_batch(line)
+    if "micro_batch_size" in later:
+        _set_megatron_batch(line, n_devices)
+    _set_nanogpt_batch(line, programs, n_devices)
+    _set_schedule(line, programs)
+    _set_sizes(line, programs)
+
+
+def _set_experiment(line: CommandLine) -> None:
+    """Set the preset and the batch size of one of wordplay's experiments."""
+    shown, known = line.shown["experiment"], aliases.WORDPLAY_EXPERIMENTS
+    name = line.other.later["experiment"][0]
+    if name not in known:
+        line.leave_out(shown, f"{shown}: unknown experiment; use one of {', '.join(known)}")
+        return
+    preset, size = known[name]
+    line.put("config", [preset], shown)
+    if not line.words.keys() & BATCH_SIZES:
+        line.put("train.batch_size_per_device", [str(size)], shown)
+    n = line.words.setdefault(ACCUMULATION, ["1"])[0]
+    rows = next(f"{key}={line.words[key][0]}" for key in BATCH_SIZES if key in line.words)
+    line.notes.append(f"{shown}: means --config {preset} {rows} {ACCUMULATION}={n}")
+
+
+def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
+    """Replace the name of another program's configuration with a preset."""
+    name = line.words["config"][0]
+    is_own = os.path.isfile(name) or flag_name(line.shown["config"]) == "config"  # else levanter's
+    if name in presets or (is_own and name.endswith((".yaml", ".yml"))):
+        return
+    stem = Path(name).stem
+    plain = {re.sub("[-_]", "", preset): preset for preset in presets}
+    same = plain.get(re.sub("[-_]", "", stem.removeprefix("train_")))
+    text = aliases.CONFIGS.get(stem) or (f"config={same}" if same else "")
+    if not text:
+        return
+    line.notes.append(f"{line.shown['config']}: means {text.replace('config=', '--config ', 1)}")
+    named = {key: [value] for key, value in (piece.split("=") for piece in text.split())}
+    line.words |= {**named, **line.words, "config": named["config"]}
+
+
+def _programs(line: CommandLine) -> set[str]:
+    """Return the programs whose flags are on a command line.
+
+    Returns an empty set if --config is jaxgpt's own YAML file.
+    """
+    config, later = line.words.get("config"), line.other.later
+    if config and config[0].endswith((".yaml", ".yml")):
+        return set()
+    names = {flag_name(argument) for argument in line.shown.values()}
+    size_flag = flag_name(line.shown.get("micro_batch_size", ""))  # may be misspelled
+    has_micro = bool(size_flag) and not size_flag.startswith("trainer.")
+    has_flags = {
+        "megatron": has_micro if config is None else config == ["megatron"],
+        "maxtext": {"maxtext", "per_device", "output"} & later.keys(),
+        "wordplay": {"data", "backend"} & later.keys()
+        or {"model.batch_size", "optimizer.gas"} & names,
+        "levanter": "config_path" in names or any(name.startswith("trainer.") for name in names),
+        "nanogpt": line.shown.get("config", "").endswith(".py"),
+    }
+    return {program for program, has_any in has_flags.items() if has_any}
+
+
+def _set_data(line: CommandLine) -> None:
+    """Set the data sources from wordplay's or Megatron's flags."""
+    later = line.other.later
     if "data" in later:
         name = " ".join(later["data"])
         shown, dataset = line.shown["data"], aliases.WORDPLAY_DATA.get(name, name)
@@ -70,15 +158,36 @@ def finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None
         line.notes.append(f"{shown}: means data.dataset={dataset}")
     if "data_path" in later:
         sources, shown = later["data_path"], line.shown["data_path"]
-        pairs = [" ".join(pair) for pair in zip(sources[::2], sources[1::2], strict=False)]
-        key, words = ("data.path", sources) if len(sources) == 1 else ("data.blend", pairs)
-        if 1 < len(sources) and len(sources) % 2:
-            text = "must be one path, or pairs of a weight and a path"
-            line.leave_out(shown, f"{shown}: {text}")
+        if len(sources) == 1:
+            line.put("data.path", sources, shown)
+        elif len(sources) % 2:
+            line.leave_out(shown, f"{shown}: must be one path, or pairs of a weight and a path")
         else:
-            line.put(key, words, shown)
-    if "split" in later:
-        _set_split(line, later["split"])
+            pairs = zip(sources[::2], sources[1::2], strict=True)
+            line.put("data.blend", [" ".join(pair) for pair in pairs], shown)
+
+
+def _set_split(line: CommandLine) -> None:
+    """Set data.val_share from Megatron's split into training, validation and test data."""
+    shown, split = line.shown["split"], " ".join(line.other.later["split"])
+    try:
+        shares = [float(share) for share in split.strip("'\"").split(",")]
+        share = 1 - shares[0] / sum(shares)
+    except (ValueError, ZeroDivisionError):
+        line.leave_out(shown, f"{shown}: use data.val_share=X, the share for validation")
+        return
+    if share > 0:
+        line.put("data.val_share", [f"{share:.4g}"], shown)
+        line.notes.append(
+            f"{shown}: the last {share:.4g} of the data is for validation; there is no test split"
+        )
+    else:
+        line.notes.append(f"{shown}: ignored; evaluation needs a share of the data")
+
+
+def _set_folder(line: CommandLine) -> None:
+    """Set the run directory from MaxText's or Megatron's flags."""
+    later = line.other.later
     if "output" in later:
         folder, shown = Path(*later["output"], *later.get("run_name", ())), line.shown["output"]
         if "://" in " ".join(later["output"]):
@@ -93,106 +202,6 @@ def finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None
         line.leave_out(shown, f"{shown}: not a setting of jaxgpt; {text}")
     elif "load" in later:
         line.notes.append(f"{line.shown['load']}: means --out, which also resumes the run")
-    weights = " ".join(line.words.get("train.init_from", ()))
-    shown = line.shown.get("train.init_from", "")
-    if flag_name(shown) == "init_from" and weights in aliases.NANOGPT_WEIGHTS:
-        del line.words["train.init_from"]
-        line.leave_out(shown, f"{shown}: {aliases.NANOGPT_WEIGHTS[weights]}")
-    for key, name, effect in aliases.BROADER:
-        if flag_name(line.shown.get(key, "")) == name:
-            line.notes.append(f"{line.shown[key]}: means {key}={line.words[key][0]}, {effect}")
-    _set_strategy(line)
-    _set_mesh(line)
-    _set_batch(line, programs, n_devices)
-    _set_schedule(line, programs)
-    _set_sizes(line, programs)
-
-
-def _set_experiment(line: CommandLine, words: list[str]) -> None:
-    shown, known = line.shown["experiment"], aliases.WORDPLAY_EXPERIMENTS
-    if words[0] not in known:
-        line.leave_out(shown, f"{shown}: unknown experiment; use one of {', '.join(known)}")
-        return
-    preset, size = known[words[0]]
-    line.put("config", [preset], shown)
-    if not {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
-        line.put("train.batch_size_per_device", [str(size)], shown)
-    key = "train.gradient_accumulation_steps"
-    n = line.words.setdefault(key, ["1"])[0]
-    sizes = ("train.batch_size_per_device", "train.batch_size")
-    rows = next(f"{name}={line.words[name][0]}" for name in sizes if name in line.words)
-    line.notes.append(f"{shown}: means --config {preset} {rows} {key}={n}")
-
-
-def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
-    """Replace the name of another program's configuration with a preset."""
-    if "config" not in line.words:
-        return
-    name = line.words["config"][0]
-    is_own = os.path.isfile(name) or flag_name(line.shown["config"]) == "config"  # else levanter's
-    if name in presets or (is_own and name.endswith((".yaml", ".yml"))):
-        return
-    stem = Path(name).stem
-    plain = {re.sub("[-_]", "", preset): preset for preset in presets}
-    same = plain.get(re.sub("[-_]", "", stem.removeprefix("train_")))
-    text = aliases.CONFIGS.get(stem) or (f"config={same}" if same else "")
-    if not text:
-        return
-    line.notes.append(f"{line.shown['config']}: means {text.replace('config=', '--config ', 1)}")
-    named = dict(piece.split("=") for piece in text.split())
-    line.words["config"] = [named.pop("config")]
-    for key, value in named.items():
-        line.words.setdefault(key, [value])
-
-
-def _programs(line: CommandLine) -> list[str]:
-    """Return the programs whose flags are on a command line.
-
-    The first one with an entry in `DEFAULTS` sets the default preset. The list is empty if the
-    settings are in jaxgpt's own YAML file.
-    """
-    later, config = line.other.later, line.words.get("config")
-    names = {flag_name(argument) for argument in line.shown.values()}
-    size_flag = flag_name(line.shown.get("micro_batch_size", ""))  # may be misspelled
-    is_micro = bool(size_flag) and not size_flag.startswith("trainer.")
-    has_flags = {
-        "megatron": is_micro if config is None else config == ["megatron"],
-        "maxtext": {"maxtext", "per_device", "output"} & later.keys(),
-        "wordplay": {"data", "backend"} & later.keys()
-        or {"model.batch_size", "optimizer.gas"} & names,
-        "levanter": "config_path" in names or any(name.startswith("trainer.") for name in names),
-        "nanogpt": line.shown.get("config", "").endswith(".py"),
-    }
-    if config is not None and config[0].endswith((".yaml", ".yml")):
-        return []
-    return [program for program, has_any in has_flags.items() if has_any]
-
-
-def _set_default(line: CommandLine, programs: list[str]) -> None:
-    """Set the preset for a command line without --config."""
-    if "config" in line.words:
-        return
-    line.default = next((DEFAULTS[p] for p in programs if p in DEFAULTS), line.default)
-    if {"train.batch_size", "train.batch_size_per_device"} & line.words.keys():
-        line.default = line.default._replace(words={})
-
-
-def _set_split(line: CommandLine, words: list[str]) -> None:
-    """Set data.val_share from Megatron's split into training, validation and test data."""
-    shown = line.shown["split"]
-    try:
-        shares = [float(share) for share in " ".join(words).strip("'\"").split(",")]
-        share = 1 - shares[0] / sum(shares)
-    except (ValueError, ZeroDivisionError):
-        line.leave_out(shown, f"{shown}: use data.val_share=X, the share for validation")
-        return
-    if share > 0:
-        line.put("data.val_share", [f"{share:.4g}"], shown)
-        line.notes.append(
-            f"{shown}: the last {share:.4g} of the data is for validation; there is no test split"
-        )
-    else:
-        line.notes.append(f"{shown}: ignored; evaluation needs a share of the data")
 
 
 def _set_strategy(line: CommandLine) -> None:
@@ -250,8 +259,7 @@ def _stage_of(line: CommandLine, file: str) -> int | None:
         if "zero_stage" in line.other.later:
             line.notes.append(f"{shown}: ignored; it is not readable ({reason})")
         else:
-            text = f"{shown}: not readable ({reason}); use parallel.zero_stage=N"
-            line.leave_out(shown, text)
+            line.leave_out(shown, f"{shown}: not readable ({reason}); use parallel.zero_stage=N")
         return None
 
 
@@ -261,12 +269,9 @@ def _set_mesh(line: CommandLine) -> None:
     for axis, flags in line.other.axes.items():
         factors = {shown: _size(shown) for shown in flags.values()}
         for shown in [shown for shown, size in factors.items() if not size]:
-            line.other.unknown_axes[axis] = shown
-            line.leave_out(
-                shown,
-                f"{shown}: must be a whole number, at least 1, or -1; add {axis}=N to --mesh",
-            )
-        if axis not in line.other.unknown_axes:  # MaxText has two flags per axis
+            text = f"must be a whole number, at least 1, or -1; add {axis}=N to --mesh"
+            line.leave_out(shown, f"{shown}: {text}")
+        if all(factors.values()):  # MaxText has two flags per axis
             sizes[axis] = -1 if -1 in factors.values() else math.prod(factors.values())
     if "parallel.mesh" in line.words:
         try:
@@ -294,61 +299,56 @@ def _size(argument: str) -> int | None:
     return -1 if word == "-1" else _whole(word)
 
 
-def _set_batch(line: CommandLine, programs: list[str], n_devices: int | None) -> None:
-    """Set the batch size and gradient accumulation from flags of Megatron, nanoGPT and MaxText."""
-    later, words = line.other.later, line.words
-    if "per_device" in later or "pipeline_microbatches" in later:
-        _set_maxtext_batch(line)
-    if "micro_batch_size" in later and "train.batch_size" in words:
-        _set_accumulation(line, n_devices)
-    elif "micro_batch_size" in later:
-        shown = line.shown["micro_batch_size"]
-        line.put("train.batch_size_per_device", later["micro_batch_size"], shown)
-    if "nanogpt" in programs:
-        _set_nanogpt_defaults(line)
-    if "nanogpt_accumulation" in later:
-        shown, n = line.shown["nanogpt_accumulation"], _whole(later["nanogpt_accumulation"][0])
-        rows = _number(line, "train.batch_size")
-        if flag_name(line.shown.get("train.batch_size", "")) == "batch_size" and n and rows:
-            words["train.batch_size"] = [str(n * rows)]
-            key = "train.gradient_accumulation_steps"
-            each, remainder = divmod(n, n_devices or 8)  # by default nanoGPT's 8 GPUs
-            words.setdefault(key, [str(1 if remainder else each)])
-            line.notes.append(
-                f"{shown}: means train.batch_size={n * rows}, which is {n} times "
-                f"{line.shown['train.batch_size']}, and {key}={words[key][0]}; if memory is short, "
-                "use more microbatches"
-            )
-        else:
-            line.leave_out(
-                shown,
-                f"{shown}: use train.gradient_accumulation_steps=N to split the global batch of "
-                "train.batch_size sequences into N microbatches",
-            )
+def _unknown_axes(line: CommandLine) -> dict[str, str]:
+    """Return a dict that maps mesh axes whose size is invalid to the invalid argument."""
+    arguments = [(axis, each) for axis, flags in line.other.axes.items() for each in flags.values()]
+    return {axis: argument for axis, argument in arguments if not _size(argument)}
 
 
-def _set_nanogpt_defaults(line: CommandLine) -> None:
-    """If one factor of nanoGPT's batch size is given, add the other from its configuration."""
-    file, later = line.shown["config"], line.other.later
-    name = Path(file).stem
-    if name not in aliases.NANOGPT_BATCHES:
-        return
-    rows, n = aliases.NANOGPT_BATCHES[name]
-    is_nanogpt = flag_name(line.shown.get("train.batch_size", "")) == "batch_size"
-    if is_nanogpt and "nanogpt_accumulation" not in later:
-        later["nanogpt_accumulation"] = [n]
-        line.shown["nanogpt_accumulation"] = f"gradient_accumulation_steps={n} in {file}"
-    elif "nanogpt_accumulation" in later and "train.batch_size" not in line.words:
-        line.put("train.batch_size", [rows], f"batch_size={rows} in {file}")
+def _set_maxtext_batch(line: CommandLine) -> None:
+    """Set the batch size and the microbatches from MaxText's flags.
 
-
-def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
-    """Set the number of microbatches from the global and micro batch sizes, as Megatron does.
-
-    If the number of devices is needed but unknown, add a note with the formula instead.
+    MaxText multiplies per_device_batch_size by the total number of devices, even if devices share
+    rows. With a pipeline, MaxText splits this batch into microbatches, by default one per stage.
     """
-    key, shown = "train.gradient_accumulation_steps", line.shown["micro_batch_size"]
-    size, total = _whole(line.other.later["micro_batch_size"][0]), _number(line, "train.batch_size")
+    key, later = ACCUMULATION, line.other.later
+    try:
+        shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
+    except ValueError:  # reported when the value is checked
+        return
+    stages, n = shape.split_of("splits_layers"), 1
+    microbatches = later.get("pipeline_microbatches", ["-1"])[0]
+    if stages > 1:
+        if microbatches != "-1":
+            line.put(key, [microbatches], line.shown["pipeline_microbatches"])
+        n = _number(line, key) or stages
+        line.words.setdefault(key, [str(n)])
+    elif microbatches != "-1":
+        shown = line.shown["pipeline_microbatches"]
+        line.notes.append(f"{shown}: ignored, because the mesh has no stage axis")
+    if "per_device" not in later:
+        return
+    shown, size = line.shown["per_device"], _whole(later["per_device"][0].removesuffix(".0"))
+    sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
+    rows = (size or 0) * math.prod(shape[axis] for axis in sharing)
+    if rows > 0 and rows % n == 0 and not _unknown_axes(line):
+        line.put("train.batch_size_per_device", [str(rows // n)], shown)
+    else:
+        line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
+
+
+def _set_megatron_batch(line: CommandLine, n_devices: int | None) -> None:
+    """Set the batch size per device or, if the global batch size is given, the microbatches.
+
+    If the number of microbatches depends on an unknown number of devices, add a note with
+    Megatron's formula instead.
+    """
+    key, shown = ACCUMULATION, line.shown["micro_batch_size"]
+    words = line.other.later["micro_batch_size"]
+    size, total = _whole(words[0]), _number(line, "train.batch_size")
+    if "train.batch_size" not in line.words:
+        line.put("train.batch_size_per_device", words, shown)
+        return
     try:
         shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
         shape = shape.fill(n_devices) if n_devices else shape
@@ -362,8 +362,8 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         ignore(f"{key}={' '.join(line.words[key])} is given", "")
     elif not size or not total:
         ignore("the global batch size is given")
-    elif line.other.unknown_axes:
-        ignore(f"the mesh lacks {', '.join(line.other.unknown_axes.values())}")
+    elif unknown_axes := _unknown_axes(line):
+        ignore(f"the mesh lacks {', '.join(unknown_axes.values())}")
     elif total % size:
         ignore(f"the global batch size, {total}, is not a multiple of {size}")
     elif any(shape[axis] == -1 for axis in axes_with("splits_batch")):
@@ -387,36 +387,39 @@ def _set_accumulation(line: CommandLine, n_devices: int | None) -> None:
         )
 
 
-def _set_maxtext_batch(line: CommandLine) -> None:
-    """Set the batch size and the microbatches from MaxText's flags.
+def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | None) -> None:
+    """Set the global batch size from nanoGPT's batch size and number of microbatches.
 
-    MaxText multiplies per_device_batch_size by the total number of devices, even if devices share
-    rows. With a pipeline, MaxText splits this batch into microbatches, by default one per stage.
+    If only one of them is given, the other one is from nanoGPT's configuration.
     """
-    key, later = "train.gradient_accumulation_steps", line.other.later
-    try:
-        shape = MeshShape.parse(line.words.get("parallel.mesh", ["-1,1,1"])[0])
-    except ValueError:  # reported when the value is checked
+    later, shown, words = line.other.later, line.shown, line.words
+    file = shown.get("config", "")
+    batch = aliases.NANOGPT_BATCHES.get(Path(file).stem) if "nanogpt" in programs else None
+    if batch and "nanogpt_accumulation" in later and "train.batch_size" not in words:
+        line.put("train.batch_size", [batch[0]], f"batch_size={batch[0]} in {file}")
+    is_nanogpt = flag_name(shown.get("train.batch_size", "")) == "batch_size"
+    if batch and is_nanogpt and "nanogpt_accumulation" not in later:
+        later["nanogpt_accumulation"] = [batch[1]]
+        shown["nanogpt_accumulation"] = f"gradient_accumulation_steps={batch[1]} in {file}"
+    if "nanogpt_accumulation" not in later:
         return
-    stages, n = shape.split_of("splits_layers"), 1
-    microbatches = later.get("pipeline_microbatches", ["-1"])[0]
-    if stages > 1:
-        if microbatches != "-1":
-            line.put(key, [microbatches], line.shown["pipeline_microbatches"])
-        n = _number(line, key) or stages
-        line.words.setdefault(key, [str(n)])
-    elif microbatches != "-1":
-        shown = line.shown["pipeline_microbatches"]
-        line.notes.append(f"{shown}: ignored, because the mesh has no stage axis")
-    if "per_device" not in later:
-        return
-    shown, size = line.shown["per_device"], _whole(later["per_device"][0].removesuffix(".0"))
-    sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
-    rows = (size or 0) * math.prod(shape[axis] for axis in sharing)
-    if rows > 0 and rows % n == 0 and not line.other.unknown_axes:
-        line.put("train.batch_size_per_device", [str(rows // n)], shown)
+    argument, n = shown["nanogpt_accumulation"], _whole(later["nanogpt_accumulation"][0])
+    rows = _number(line, "train.batch_size")
+    if is_nanogpt and n and rows:
+        words["train.batch_size"] = [str(n * rows)]
+        each, remainder = divmod(n, n_devices or 8)  # by default nanoGPT's 8 GPUs
+        words.setdefault(ACCUMULATION, [str(1 if remainder else each)])
+        line.notes.append(
+            f"{argument}: means train.batch_size={n * rows}, which is {n} times "
+            f"{shown['train.batch_size']}, and {ACCUMULATION}={words[ACCUMULATION][0]}; if memory "
+            "is short, use more microbatches"
+        )
     else:
-        line.leave_out(shown, f"{shown}: use train.batch_size=N, the size for the whole job")
+        line.leave_out(
+            argument,
+            f"{argument}: use {ACCUMULATION}=N to split the global batch of train.batch_size "
+            "sequences into N microbatches",
+        )
 
 
 def _whole(word: str) -> int | None:
@@ -428,11 +431,7 @@ def _number(line: CommandLine, key: str) -> int | None:
     return _whole(line.words.get(key, [""])[0])
 
 
-def _axis_size(line: CommandLine, axis: str) -> int:
-    return math.prod(abs(_size(shown) or 1) for shown in line.other.axes.get(axis, {}).values())
-
-
-def _set_schedule(line: CommandLine, programs: list[str]) -> None:
+def _set_schedule(line: CommandLine, programs: set[str]) -> None:
     """Convert lengths given in sequences, in tokens or as a warm-up fraction to steps."""
     words, later, unknown = line.words, line.other.later, set()
     for name in [name for name in later if name.startswith(("samples.", "tokens."))]:
@@ -447,9 +446,7 @@ def _set_schedule(line: CommandLine, programs: list[str]) -> None:
         else:
             unknown.add(key)
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
-    program, fraction = next(
-        (WARMUP_FRACTIONS[p] for p in programs if p in WARMUP_FRACTIONS), ("", "")
-    )
+    program, fraction = next((WARMUPS[name] for name in WARMUPS if name in programs), ("", ""))
     end_key, warmup_key = "optimizer.lr_decay_iters", "optimizer.warmup_iters"
     decays = words.get("optimizer.schedule") != ["constant"] and end_key not in unknown
     if ("megatron" in programs or program) and "train.max_iters" in words and decays:
@@ -482,7 +479,7 @@ def _set_schedule(line: CommandLine, programs: list[str]) -> None:
             line.notes.append(f"{shown}: means optimizer.warmup_iters={steps}")
 
 
-def _set_sizes(line: CommandLine, programs: list[str]) -> None:
+def _set_sizes(line: CommandLine, programs: set[str]) -> None:
     """Set the padded vocabulary size and the width of a SwiGLU MLP as Megatron computes them."""
     words, later = line.words, line.other.later
     if "exact_gelu" in later:
@@ -493,19 +490,20 @@ def _set_sizes(line: CommandLine, programs: list[str]) -> None:
     elif "merges" in later:
         later["tokenizer"], line.shown["tokenizer"] = ["GPT2BPETokenizer"], line.shown["merges"]
     if "tokenizer" in later:
-        size = aliases.MEGATRON_VOCABULARIES.get(" ".join(later["tokenizer"]))
+        shown, name = line.shown["tokenizer"], " ".join(later["tokenizer"])
+        size = aliases.MEGATRON_VOCABULARIES.get(name)
         if size is None:
-            line.notes.append(f"{line.shown['tokenizer']}: ignored; use data.tokenizer=FOLDER")
-        elif "tensor" in line.other.unknown_axes and "model.vocab_size" not in words:
-            shown = line.shown["tokenizer"]
+            line.notes.append(f"{shown}: ignored; use data.tokenizer=FOLDER")
+        elif "tensor" in _unknown_axes(line) and "model.vocab_size" not in words:
             line.leave_out(shown, f"{shown}: use model.vocab_size=N, the padded size")
         elif "model.vocab_size" not in words:
-            multiple = PADDING * _axis_size(line, "tensor")
+            arguments = line.other.axes.get("tensor", {}).values()
+            multiple = PADDING * math.prod(abs(_size(argument)) for argument in arguments)
             padded = -(-size // multiple) * multiple
             words["model.vocab_size"] = [str(padded)]
             line.notes.append(
-                f"{line.shown['tokenizer']}: means model.vocab_size={padded}; for readable "
-                "samples, use data.tokenizer=FOLDER"
+                f"{shown}: means model.vocab_size={padded}; for readable samples, use "
+                "data.tokenizer=FOLDER"
             )
     width = _number(line, "model.n_embd")
     is_swiglu = "megatron" in programs and words.get("model.mlp") == ["swiglu"]
