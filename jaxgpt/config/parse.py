@@ -32,6 +32,12 @@ from jaxgpt.config.values import parse_value, strings_of, takes_many
 
 TRAIN = "python -m jaxgpt.train"
 _DATA_KEYS = {"data.dataset", "data.path", "data.blend", "data.file_list"}
+# Advice for keys in files that only the command line can set.
+_ONLY_GIVEN = {
+    "config": "a file cannot extend a preset; copy the preset's settings into the file",
+    "out": "has no effect in a file; give --out on the command line",
+}
+_QUOTES = 'put quotes around values with commas, such as {mesh: "2,4,1"}'
 _FOR_ONE_START = {"data.accept_changes", "checkpoint.resume"}
 
 Words = Mapping[str, Sequence[str]]  # the strings for each `section.key`
@@ -118,6 +124,10 @@ def parse_args(
     # The file may be the config.yaml of another run; do not write to that run's directory.
     left_out = {"out"} if "config" in given else {"out"} | _FOR_ONE_START
     values, in_file = _flatten(content, str(base))
+    if "config" in given and _is_cut_short(content):  # not the config.yaml of a run
+        in_file += [
+            f"{base}: {k}={values[k][0]}: {_ONLY_GIVEN[k]}" for k in _ONLY_GIVEN if k in values
+        ]
     values = _without(values, left_out, given)
     in_file += [
         f"{error} (set in {base})"
@@ -475,7 +485,8 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.YAMLError(f"{key} is given twice")
+                hint = "" if isinstance(key, str) else f"; {_QUOTES}"
+                raise yaml.YAMLError(f"{key} is given twice{hint}")
         return super().construct_mapping(node, deep)
 
 
@@ -510,6 +521,9 @@ def _flatten(
     """
     out, problems = {}, []
     for name, value in values.items():
+        if prefix and not isinstance(name, str):
+            problems.append(f"{origin}: {prefix}{name}: unknown key; {_QUOTES}")
+            continue
         if isinstance(value, Mapping) and not prefix:
             inner, inner_problems = _flatten(value, origin, f"{name}.")
             out, problems = out | inner, problems + inner_problems

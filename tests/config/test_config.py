@@ -195,6 +195,25 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path, again):
         parse_args(["--config", str(file)])
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("config: llama-tiny", "config=llama-tiny: a file cannot extend a preset; copy"),
+        ("out: runs/mine", "out=runs/mine: has no effect in a file; give --out"),
+        ("parallel: {mesh: 2,4,1}", "parallel.4: unknown key; put quotes around values with com"),
+        ("parallel: {mesh: 1,1,1}", "1 is given twice; put quotes around values with commas"),
+    ],
+)
+def test_a_setting_that_a_file_cannot_have_is_reported_with_the_alternative(
+    tmp_path, text, problem
+):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"{text}\ntrain: {{batch_size: 8}}\n")
+    with pytest.raises(UsageError) as caught:
+        parse_args(["--config", str(file)])
+    assert problem in str(caught.value)
+
+
 def test_anothers_run_settings_do_not_bring_its_directory(tmp_path):
     config = load_config("tiny", f"--out={tmp_path}", "train.max_iters=7")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
