@@ -468,7 +468,8 @@ def restore_params(
         UsageError: if a file cannot be read, or if the JSON belongs to another step.
         RuntimeError: if JAX fails, for example because it runs out of memory.
     """
-    wanted, remedy = {"params": shapes}, "choose another step"
+    wanted = {"params": shapes}
+    remedy = "choose another step, or try again if a run is replacing its checkpoints"
     cluster = cluster or ProcessGroup(launcher="none")
     return _read(directory, step, wanted, remedy, cluster, partial_restore=True)[0]["params"]
 

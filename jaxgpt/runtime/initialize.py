@@ -94,6 +94,8 @@ def initialize_jax(
     else:
         cpu_devices = cpu_devices_per_process(shape, cluster)
         notes += keep_freed_memory()
+        if (flag := "--xla_force_host_platform_device_count") in os.environ.get("XLA_FLAGS", ""):
+            notes.append(f"warning: XLA_FLAGS: {flag} has no effect; --mesh sets the CPU devices")
     if cluster.size > 1:
         notes += clear_proxies()
     import jax

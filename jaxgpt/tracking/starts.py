@@ -1,5 +1,6 @@
 """starts.jsonl: every start of a run, even if it failed before the first step.
 
+Commands that are refused, for example because of a setting, are not in the file.
 Each start appends a line of kind `start`, and later at most one line of each of the kinds
 `devices`, `first_step` and `end`. If the file system supports locks, the run directory is locked,
 so two starts cannot write at the same time.

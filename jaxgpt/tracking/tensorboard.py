@@ -4,6 +4,7 @@ This module uses tensorboardX's EventsWriter, because tensorboardX's SummaryWrit
 in memory, and hangs after the disk fills up.
 """
 
+import importlib.util
 import os
 import time
 from collections.abc import Mapping
@@ -31,7 +32,9 @@ class TensorBoard:
     def open(self, run: Any, resume_step: int | None) -> None:
         self._run, self._resume_step, self._step = run, resume_step, 0
         self._directory = run.directory / "tensorboard"
-        self.view = f"tensorboard --logdir {self._directory}"
+        is_installed = importlib.util.find_spec("tensorboard") is not None
+        hint = "" if is_installed else "  (first: pip install tensorboard)"
+        self.view = f"tensorboard --logdir {self._directory}{hint}"
 
     def _open(self) -> None:
         """Start a new file. This is delayed until the first record, because the import is slow."""

@@ -31,8 +31,8 @@ _MASK_KEYS = {"document_mask", "end_of_text"}
 # resumed run no longer uses its initial weights, checkpoint.resume concerns one start, and the
 # other keys change only the log.
 _NOT_REPORTED = (
-    "parallel.mesh", "train.batch_size", "train.init_from", "train.log_columns",
-    "train.log_all_ranks", "train.verbose", "checkpoint.resume",
+    "parallel.mesh", "train.init_from", "train.log_columns", "train.log_all_ranks",
+    "train.verbose", "checkpoint.resume",
 )  # fmt: skip
 
 

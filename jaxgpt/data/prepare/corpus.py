@@ -140,10 +140,13 @@ def write_nanogpt(
             tokens["val"] = whole - tokens["train"]
         if min(tokens.values()) < 2 or tokenizer.vocab_size < 2:
             shutil.rmtree(folder)  # the same input and split would fail again
+            sizes = [f"{n} tokens for {split}" for split, n in tokens.items()]
+            if corpus.only_split:
+                sizes = [f"{n} tokens" for n in tokens.values()]
+            remedy = "" if corpus.only_split else " or change --val-share"
             raise UsageError(
-                f"--input: {' and '.join(f'{n} tokens for {s}' for s, n in tokens.items())} with "
-                f"a vocabulary of {tokenizer.vocab_size} are too few; provide more text"
-                + ("" if corpus.only_split else " or change --val-share")
+                f"--input: {' and '.join(sizes)} with a vocabulary of {tokenizer.vocab_size} are "
+                f"too few; provide more text{remedy}"
             )
         with new_dataset(directory, tokenizer, source) as scratch:
             for suffix, size in ((".bin", dtype.itemsize), (".mask.bin", 1)):
