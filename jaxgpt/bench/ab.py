@@ -45,9 +45,8 @@ def run(
     Raises `UsageError` if the job has several processes, if a setting is invalid, if JAX or XLA
     rejects an option, or if a change without options has no effect on the step. Also raises
     `UsageError` if a change affects the mesh, the data (except data.document_mask), the vocabulary,
-    or the shapes or shardings of the state or the batch. Raises `RuntimeError` if JAX fails, and
-    `ValueError` or `TypeError` if the step does not work with a JAX option. Also raises whatever
-    `open_job`, `BenchJob.start_jax` and `Rounds` raise.
+    or the shapes or shardings of the state or the batch. Raises `ValueError` or `TypeError` if the
+    step does not work with a JAX option.
     """
     config = parse_args(settings, PROG, initial_model)
     changes = {text: parse_change(text, settings) for text in change}
@@ -100,9 +99,8 @@ def parse_change(text: str, settings: Sequence[str]) -> Change:
     Words that begin with xla_ or jax_ (with or without --) are XLA or JAX options. All other words
     are settings. Values of JAX options are parsed as YAML. Values of XLA options are strings,
     except true and false, which are parsed as booleans. Raises `UsageError` if an option is not
-    followed by `=`, or if the value of a JAX option is malformed. Also raises whatever `parse_args`
-    raises. Does not check whether options exist, or whether values such as the optimizer's name are
-    known.
+    followed by `=`, or if the value of a JAX option is malformed. Does not check whether options
+    exist, or whether values such as the optimizer's name are known.
     """
     options: dict[str, dict[str, Any]] = {"xla_": {}, "jax_": {}}
     words = []

@@ -36,8 +36,7 @@ def run(settings: Sequence[str], out: Path | None = None) -> Result:
     leaves subfolders, which are empty if it succeeds.
 
     Raises `UsageError` if the folder has too little space, if a setting is invalid, or if a save
-    fails. Raises `OSError` if a plain file cannot be written or read. Also raises whatever
-    `open_job`, `BenchJob.start_jax`, `save` and `restore` raise.
+    fails. Raises `OSError` if a plain file cannot be written or read.
     """
     if not any(word.startswith(("--config", "config=")) for word in settings):
         settings = [*ONE_GIGABYTE, *settings]
@@ -99,8 +98,7 @@ def save(job: BenchJob, config: Config, tree: Tree) -> dict[str, float]:
     This replaces any earlier checkpoint in the job's folder. Returns two durations in seconds, each
     for the slowest process: `save_seconds` until the save has finished, and `save_blocks_seconds`
     until training can continue. All processes must call this. Raises `OSError` on process 0 if the
-    checkpoint's folder cannot be removed or created. Also raises whatever `Checkpoints.save` and
-    `Checkpoints.close` raise.
+    checkpoint's folder cannot be removed or created.
     """
     checkpoints = Checkpoints(_empty_folder(job, "checkpoint"), config, job.cluster)
 
@@ -125,8 +123,7 @@ def restore(job: BenchJob, config: Config, shapes: Tree) -> dict[str, float]:
     """Measure the time to restore and verify the checkpoint that `save` wrote.
 
     Returns `restore_seconds`, the time of the slowest process in seconds. All processes must call
-    this. Raises `OSError` if a file of the checkpoint cannot be opened or flushed. Also raises
-    whatever `Checkpoints.restore` raises.
+    this. Raises `OSError` if a file of the checkpoint cannot be opened or flushed.
     """
     checkpoints = Checkpoints(job.folder / "checkpoint", config, job.cluster)
     _drop_cached(job, "checkpoint")

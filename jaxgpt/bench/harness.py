@@ -134,7 +134,6 @@ class BenchJob:
         """Start JAX without a compile cache. Return `config` and the mesh.
 
         The returned config has been completed by `with_vocabulary`. Every process must call this.
-        Raises whatever `with_vocabulary`, `initialize_jax` and `job_mesh` raise.
         """
         config = self.cluster.run_on_all(with_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
@@ -172,7 +171,7 @@ def open_job(
 
     Every process must call this, in its main thread. Raises `UsageError` if `out` is not writable,
     or if `single_process` is set and the job has several processes. Raises `OSError` if the folder
-    cannot be created. Also raises whatever `join_process_group` raises.
+    cannot be created.
     """
     # A compile cache would hide compile times. JOB_START would add the age of this job to the
     # start-up times that bench startup measures.

@@ -27,8 +27,7 @@ def run(settings: Sequence[str], batches: int = 40) -> Result:
     """After a warm-up, time five rounds that each load `batches` global batches.
 
     Each round also times direct reads of about the same number of rows from a memory map.
-    `settings` are command-line settings. Raises `RuntimeError` if JAX fails. Also raises whatever
-    `parse_args`, `open_job`, `open_dataset`, `BenchJob.start_jax` and `Loader.batches` raise.
+    `settings` are command-line settings.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:

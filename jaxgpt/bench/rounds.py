@@ -40,9 +40,7 @@ class Rounds:
 
         Random tokens replace the data if `synthetic` is set or if data.dataset is needed but
         missing. The compile cache is empty unless `compile_cache` differs from its default. Raises
-        `OSError` if the random tokens cannot be written. Also raises whatever `vocabulary_size`,
-        `with_vocabulary`, `prepare_run`, `initialize_jax`, `set_up`, `Reporter.start` and
-        `Loader.batch` raise.
+        `OSError` if the random tokens cannot be written.
         """
         cluster = job.cluster
         config, self.data = _with_data(config, synthetic, job)
@@ -73,8 +71,7 @@ class Rounds:
     def train(self, n_steps: int) -> float:
         """Run `n_steps` >= 1 steps in the trainer's loop. Return this process's seconds per step.
 
-        Output to stdout is discarded. Raises `UsageError` if `run_steps` returns a failure. Also
-        raises whatever `run_steps` raises.
+        Output to stdout is discarded. Raises `UsageError` if `run_steps` returns a failure.
         """
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
@@ -92,7 +89,7 @@ class Rounds:
         """Run the compiled step `n_steps` >= 1 times on one batch.
 
         Returns this process's seconds per step. If `step` is given, it runs instead of the compiled
-        step, with the same arguments and results. Raises `RuntimeError` if JAX fails.
+        step, with the same arguments and results.
         """
         step, in_flight = step or self.trainer.train_step, DispatchLimiter()
         self.trainer.job.cluster.barrier()
@@ -107,8 +104,7 @@ class Rounds:
         """Run the compiled step `n_steps` >= 1 times while recording a profiler trace.
 
         Process 0 writes its trace to `directory`. Returns the result of `Tracing.stop`. Raises
-        `OSError` if a process other than 0 cannot create a temporary folder. Also raises whatever
-        `Tracing.stop` and `run_compiled_step` raise.
+        `OSError` if a process other than 0 cannot create a temporary folder.
         """
         tracing = Tracing(directory, self.trainer.job.cluster, self.state)
         seconds = self.run_compiled_step(n_steps)
@@ -154,8 +150,7 @@ def _with_data(config: Config, synthetic: bool, job: BenchJob) -> tuple[Config, 
 
     Random tokens in the job's folder replace the data if `synthetic` is set, or if the data comes
     from data.dataset and this dataset has no train.bin. The dataset `python` counts as present,
-    because `prepare_run` creates it. All processes must call this. Raises whatever
-    `vocabulary_size` and `with_vocabulary` raise.
+    because `prepare_run` creates it. All processes must call this.
     """
     data = config.data
     given = data.path or data.file_list or " ".join(data.blend)

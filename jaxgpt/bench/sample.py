@@ -23,8 +23,7 @@ def run(settings: Sequence[str], tokens: int | None = None) -> Result:
     `settings` are command-line settings. The prompt has 16 tokens. If `tokens` is None, 200 tokens
     are generated, or fewer if model.block_size is too small. Each time is the median of three
     rounds. Raises `UsageError` if a setting is invalid, if the text does not fit into
-    model.block_size, or if there are several processes or devices. Raises `RuntimeError` if JAX
-    fails. Also raises whatever `open_job` and `BenchJob.start_jax` raise.
+    model.block_size, or if there are several processes or devices.
     """
     config = parse_args(settings, PROG, initial_model)
     room = config.model.block_size - PROMPT

@@ -40,8 +40,7 @@ def run(settings: Sequence[str], runs: int = 3, processes: int | None = None) ->
 
     Raises `UsageError` if a setting is invalid, if jaxgpt.train reports a usage error, if step 1 is
     skipped, if mpiexec is needed but missing, or if a launcher started this process. Raises
-    `RuntimeError` if a start fails for any other reason, or if the imports fail. Also raises
-    whatever `open_job` raises.
+    `RuntimeError` if a start fails for any other reason, or if the imports fail.
     """
     config = parse_args(settings, PROG, initial_model)
     if any(first == 1 for first, _ in skip_ranges(config)):

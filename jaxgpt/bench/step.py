@@ -40,8 +40,7 @@ def run(
     settings. If `synthetic` is set, random tokens replace the data. If `profile` is set, a trace of
     five more steps is written to that folder.
 
-    Raises `UsageError` if a setting is invalid, or if `profile` is not writable. Also raises
-    whatever `open_job`, `Rounds`, `measure` and `Rounds.profile` raise.
+    Raises `UsageError` if a setting is invalid, or if `profile` is not writable.
     """
     config = parse_args(settings, PROG, initial_model)
     with open_job(config) as job:
@@ -59,8 +58,7 @@ def measure(rounds: Rounds, job: BenchJob, n_rounds: int, n_steps: int | None) -
     """Return a dict of times, rates and memory sizes, as `Value`s or plain values.
 
     `n_rounds` must be at least 1. `n_steps` is the number of steps per round. If it is None,
-    `steps_per_round` chooses it. All processes must call this. Raises whatever `Rounds.train`
-    raises, and `RuntimeError` if JAX fails.
+    `steps_per_round` chooses it. All processes must call this.
     """
     rounds.train(n_steps or WARM_UP)
     n_steps = n_steps or steps_per_round(rounds)
@@ -91,8 +89,7 @@ def measure(rounds: Rounds, job: BenchJob, n_rounds: int, n_steps: int | None) -
 def steps_per_round(rounds: Rounds) -> int:
     """Return the number of steps (1 to `MAX_STEPS`) that take about `ROUND_SECONDS`.
 
-    Runs `WARM_UP` steps to measure the step time. All processes must call this. Raises whatever
-    `Rounds.run_compiled_step` raises.
+    Runs `WARM_UP` steps to measure the step time. All processes must call this.
     """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
     return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))

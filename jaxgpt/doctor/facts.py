@@ -43,7 +43,7 @@ def collect_facts(cluster: ProcessGroup, coordinator: str | None) -> dict[str, A
     Every process must call this, after JAX has started. `coordinator` is the entry of that name in
     the result of `initialize_jax`. Comments below explain the keys. Raises `OSError` if the
     coordinator's name does not resolve, if there is no route to it, or if the memory limits or the
-    free shared memory cannot be read. Also raises whatever `local_device_ids` raises.
+    free shared memory cannot be read.
     """
     import jax
 

@@ -44,7 +44,7 @@ def run_checks(
     devices. If it is None, `default_mesh_shape` chooses the mesh. `directory` is the run directory
     to check. If a collective fails, the training check fails without training. Every process must
     call this. The status is 1 if a check is FAIL, otherwise 0. If the monitor detects a hang, the
-    job ends with status 70. Raises whatever `collect_facts` and `directory_checks` raise.
+    job ends with status 70.
     """
     report = Report(cluster, found, as_json)
     report.begin("the machine")

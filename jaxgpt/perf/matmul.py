@@ -23,7 +23,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
     """Return a function that measures the job's total FLOP/s in `size` x `size` matmuls.
 
     All devices multiply at the same time, so all processes must call `matmul_rate` and the returned
-    function together. CPU devices share the cores. Both raise `RuntimeError` if JAX fails.
+    function together. CPU devices share the cores.
     """
     n = jax.device_count()
     mesh = Mesh(np.array(jax.devices()), ("device",), axis_types=(AxisType.Auto,))
@@ -50,7 +50,7 @@ def matmul_rate(size: int, dtype: str, cluster: ProcessGroup) -> Callable[[], fl
 def measured_peak(dtype: str) -> float:
     """Return the total FLOP/s of all devices in large matmuls, as the median of 7 measurements.
 
-    The job must have only one process. Raises `RuntimeError` if JAX fails.
+    The job must have only one process.
     """
     rate = matmul_rate(matmul_size(), dtype, ProcessGroup(launcher="none"))
     return statistics.median(rate() for _ in range(7))

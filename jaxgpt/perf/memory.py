@@ -66,9 +66,8 @@ def host_memory() -> int:
 def check_memory(config: Config, shape: MeshShape, processes_on_host: int) -> None:
     """Raise `UsageError` if a lower bound on a step's memory exceeds what a device may use.
 
-    No size in `shape` may be -1. No arrays are allocated. CPU devices share the host's memory.
-    If the platform does not report a device's memory, there is no limit. Also raises whatever
-    `state_bytes` and `score_bytes` raise.
+    No size in `shape` may be -1. No arrays are allocated. CPU devices share the host's memory. If
+    the platform does not report a device's memory, there is no limit.
     """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -83,7 +82,7 @@ def require_memory(config: Config, shape: MeshShape, room: int | None, on_cpu: b
     """Raise `UsageError` if a lower bound on a step's memory exceeds `room` bytes per device.
 
     The lower bound is the sum of `state_bytes` and `score_bytes`. If `room` is None, there is no
-    limit. Also raises whatever `state_bytes` and `score_bytes` raise.
+    limit.
     """
     state, scores = state_bytes(config, shape), score_bytes(config, shape, on_cpu)
     if room is None or state + scores <= room:

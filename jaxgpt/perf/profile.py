@@ -39,8 +39,7 @@ class Tracing:
         """Wait for the arrays in `pending`, then start the trace. All processes must call this.
 
         Process 0 writes the trace to `directory`. Every other process uses a temporary folder, and
-        raises `OSError` if it cannot create this folder. Raises `RuntimeError` if JAX fails, for
-        example because a trace is already running.
+        raises `OSError` if it cannot create this folder.
         """
         self._cluster = cluster
         self._directory = directory if cluster.is_main else Path(tempfile.mkdtemp("-jaxgpt"))
@@ -59,8 +58,8 @@ class Tracing:
         `may_be_incomplete`, which is True if the step runs on GPUs and the operations take less
         than half of the step time.
 
-        Raises `RuntimeError` if JAX fails, for example because it cannot write the trace. Raises
-        `ValueError` if the trace is missing, and `OSError` if a temporary folder cannot be removed.
+        Raises `ValueError` if the trace is missing, and `OSError` if a temporary folder cannot be
+        removed.
         """
         jax.block_until_ready(pending)
         jax.profiler.stop_trace()
@@ -87,9 +86,8 @@ class StepProfile:
 
     The trace is written to the `profile` folder of the run directory. `train_step` is the compiled
     step. All processes must call each method. The constructor raises `UsageError` if
-    `profile_steps` is invalid. `before` raises whatever `Tracing()` raises. `after` and `close`
-    raise whatever `Tracing.stop` raises and, on process 0, `BrokenPipeError` if the output pipe is
-    closed.
+    `profile_steps` is invalid. On process 0, `after` and `close` raise `BrokenPipeError` if the
+    output pipe is closed.
     """
 
     def __init__(self, run: Any, cluster: ProcessGroup, train_step: Any, log: Any):

@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
     not have started yet. This also sets XLA_FLAGS and JAX settings.
 
     Raises `UsageError` if an option or a setting is invalid or incompatible with the mesh or the
-    device, or if --advise finds no mesh. Also raises whatever `parse_args`, `with_vocabulary`,
-    `add_xla_flags`, `measured_peak` and `compile_step` raise.
+    device, or if --advise finds no mesh.
     """
     device, inherits = DEVICES[arguments.device], True
     if arguments.advise is not None:

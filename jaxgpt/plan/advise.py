@@ -62,8 +62,7 @@ def search_layouts(
 
     The mesh of `config` and the settings in `CHOSEN` are ignored. Progress is printed to stderr.
     JAX must simulate at least min(`n_devices`, `MAX_CPU_DEVICES`) devices. `devices_per_host` must
-    divide `n_devices`, and config.model.vocab_size must be set. Raises the same errors as
-    `compile_step`.
+    divide `n_devices`, and config.model.vocab_size must be set.
     """
     estimator = Estimator(config, device, devices_per_host)
     found = []
@@ -79,8 +78,7 @@ class Estimator:
     """Makes plans from formulas, without compiling.
 
     Raises `UsageError` if the attention kernel or the optimizer is unknown, or if the kernel cannot
-    run with these settings on the device. The methods raise `UsageError` under the same conditions
-    as `weights`. The mesh must fit the configuration; see `mesh_shape`.
+    run with these settings on the device. The mesh must fit the configuration; see `mesh_shape`.
     """
 
     def __init__(self, config: Config, device: Device, devices_per_host: int):

@@ -30,9 +30,6 @@ def estimate_memory(
     Args:
         n_moments: number of moments per parameter, in the layers and outside them.
         stores_scores: whether the attention kernel keeps T x T scores.
-
-    Raises:
-        UsageError: under the same conditions as `weights`.
     """
     parallel, model, zero = config.parallel, config.model, config.parallel.zero_stage
     parameters, work = local_parameters(model, mesh), step_work(config, mesh)
@@ -122,7 +119,7 @@ def memory_traffic(config: Config, mesh: MeshShape) -> int:
 
     The formula assumes that elementwise operations are fused with each other, but not with matmuls.
     It does not include recomputed layers, attention scores or the optimizer update. `mesh` must fit
-    `config`; see `mesh_shape`. Raises `UsageError` under the same conditions as `weights`.
+    `config`; see `mesh_shape`.
     """
     model, D = config.model, config.model.n_embd
     width, tensor = BYTES[config.train.dtype], mesh.split_of("splits_heads")

@@ -337,9 +337,6 @@ def _hosts_spanned(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], per
 
 
 def plan_layout(config: Config, mesh: MeshShape, device: Device, devices_per_host: int) -> Plan:
-    """Compile the step for a layout and return its plan.
-
-    The requirements and errors are the same as for `compile_step`.
-    """
+    """Compile the step for a layout and return its plan. See `compile_step` for requirements."""
     program = compile_step(config, mesh, device, devices_per_host)
     return Plan(config, mesh, device, devices_per_host, program)

@@ -89,7 +89,6 @@ def compile_step(
         UsageError: if the attention kernel or train.matmul_dtype cannot be used with these settings
             on the device, or if an option names an unknown kernel, layer or optimizer.
         ValueError: if a loop with collectives has an unknown number of iterations.
-        RuntimeError: if XLA cannot compile the step.
     """
     kernel, reason = attention_kernel(config, device)
     warnings = _matmul_warnings(config, device)
@@ -170,7 +169,7 @@ def optimizer_flops(config: Config, shape: MeshShape) -> int:
     """Return the FLOPs that each device spends on the optimizer's matmuls in one step.
 
     The result is 0 for every optimizer except Muon. With parallel.offload, the result can be too
-    low; see `update_flops`. Raises `UsageError` under the same conditions as `weights`.
+    low; see `update_flops`.
     """
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
     rules, described = partition.opt_state_rules(config.parallel.zero_stage), weights(config.model)

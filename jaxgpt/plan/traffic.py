@@ -44,10 +44,7 @@ class Parameter:
 
 
 def local_parameters(model: ModelConfig, mesh: MeshShape) -> tuple[Parameter, ...]:
-    """Return the parameters of one device.
-
-    Raises `UsageError` under the same conditions as `weights`.
-    """
+    """Return the parameters of one device."""
     roles = ("splits_layers", "shards_parameters", "splits_heads")
     return _local_parameters(model, *map(mesh.split_of, roles))
 
@@ -110,7 +107,6 @@ def expected_traffic(
     reduce-scatter per tick if each stage has one layer or the layers are not scanned.
 
     `mesh` must fit `config`; see `mesh_shape`. See `choose_implementation` for `devices_per_host`.
-    Raises `UsageError` under the same conditions as `weights`.
     """
     parameters = local_parameters(config.model, mesh)
     work = step_work(config, mesh)

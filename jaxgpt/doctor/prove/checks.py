@@ -1,8 +1,4 @@
-"""The checks of `prove`, which run commands and yield a row for each measurement.
-
-Each check raises the same errors as the methods of `Commands` that it calls. It also raises
-`OSError` if a result file cannot be read or written.
-"""
+"""The checks of `prove`, which run commands and yield a row for each measurement."""
 
 import functools
 import json
@@ -93,8 +89,7 @@ RESUME_ON_GPU = (
 def facts(commands: Commands) -> Iterator[Row]:
     """Report the doctor's findings and, if nvidia-smi exists, the driver, clocks and power limit.
 
-    If nvidia-smi fails or hangs, its row counts as a missed goal. Raises the same errors as
-    `Commands.run`.
+    If nvidia-smi fails or hangs, its row counts as a missed goal.
     """
     out = str(commands.folder / "runs")
     printed = commands.run("jaxgpt.doctor", "--out", out, accepted=(0, 1))
@@ -123,7 +118,7 @@ def speed(commands: Commands, *, name: str) -> Iterator[Row]:
     """Report the speed that `bench step` measures for the settings named `name`.
 
     The names are the keys of `STEPS_ON_GPU` or, if there is no GPU, of `STEPS_ON_CPU`. Saves the
-    measurement for the `memory` check. Raises the same errors as `Commands.json`.
+    measurement for the `memory` check.
     """
     found = _bench_step(commands, name)
     device = find_device(found["device_kind"])
@@ -142,8 +137,7 @@ def speed(commands: Commands, *, name: str) -> Iterator[Row]:
 def nanogpt(commands: Commands) -> Iterator[Row]:
     """Time jaxgpt and nanoGPT in alternating rounds, with the same initial weights and data.
 
-    Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing. Also raises
-    whatever `Commands.json` raises.
+    Raises `Missing` if the comparison scripts or a clone of nanoGPT are missing.
     """
     script, clone = ROOT / "tests/peers/nanogpt.py", commands.nanogpt
     if not script.exists():
@@ -163,8 +157,7 @@ def nanogpt(commands: Commands) -> Iterator[Row]:
 def numerics(commands: Commands) -> Iterator[Row]:
     """Compare each step's bfloat16 loss with its float32 loss.
 
-    Raises `ValueError` if the runs logged different numbers of steps, or no steps. Also raises
-    whatever `Commands.run` raises.
+    Raises `ValueError` if the runs logged different numbers of steps, or no steps.
     """
     single, lower = (
         _history(train(commands, dtype, *_numerics(commands), f"train.dtype={dtype}"))
@@ -179,8 +172,7 @@ def kernels(commands: Commands) -> Iterator[Row]:
     """Compare attention kernels with XLA's attention.
 
     On a GPU, also compare the losses of a float32 run with those of the same run on a CPU. Raises
-    `ValueError` if the runs logged different numbers of steps, or no steps. Also raises whatever
-    `Commands.run` and `Commands.json` raise.
+    `ValueError` if the runs logged different numbers of steps, or no steps.
     """
     if commands.on_gpu:
         words = (*_numerics(commands), "train.dtype=float32")
@@ -196,8 +188,7 @@ def kernels(commands: Commands) -> Iterator[Row]:
 def resume(commands: Commands) -> Iterator[Row]:
     """Compare an uninterrupted run with a run that is stopped, resumed, killed and resumed again.
 
-    Raises `ValueError` if the runs have logged different numbers of steps. Also raises whatever
-    `Commands.run` and `Commands.kill_when` raise.
+    Raises `ValueError` if the runs have logged different numbers of steps.
     """
     words = RESUME_ON_GPU if commands.on_gpu else RESUME_ON_CPU
     end, middle = (f"train.max_iters={n}" for n in (RESUME_STEPS, RESUME_STEPS // 2))
@@ -218,7 +209,6 @@ def memory(commands: Commands) -> Iterator[Row]:
 
     A step time that `plan` does not predict is left out. Reuses the measurements of earlier checks.
     Raises `Missing` if this GPU is not in the hardware table, or if the peak memory is unknown.
-    Also raises whatever `Commands.json` raises.
     """
     for name, (_, settings) in _steps(commands).items():
         saved = _saved_step(commands, name)
@@ -246,7 +236,7 @@ def profile(commands: Commands) -> Iterator[Row]:
     """List the most expensive parts of a gpt2 step, with roofline times if known.
 
     A part consists of all operations of one category from the same source line. Raises `Missing` if
-    the trace has no operations. Also raises whatever `Commands.json` raises.
+    the trace has no operations.
     """
     words = ("--steps", "1", "--rounds", "1", "--profile", str(commands.folder / "trace"))
     # Disable CUDA graphs, because the trace would not show their operations.
@@ -269,10 +259,7 @@ def profile(commands: Commands) -> Iterator[Row]:
 
 
 def ab(commands: Commands, *, changes: Sequence[str]) -> Iterator[Row]:
-    """Time a gpt2 step with each of several changes; see `bench ab`.
-
-    Raises the same errors as `Commands.json`.
-    """
+    """Time a gpt2 step with each of several changes; see `bench ab`."""
     words = [word for change in changes for word in ("--change", change)]
     found = _bench(commands, "ab", *(AB_ON_GPU if commands.on_gpu else AB_ON_CPU), *words)
     moved, seconds = found["bytes_moved"], found["seconds_per_step"]
@@ -289,8 +276,7 @@ def shakespeare(commands: Commands) -> Iterator[Row]:
     """Train a small Shakespeare model: to the end on a GPU, or for 250 steps on a CPU.
 
     If the dataset does not exist, it is prepared from `commands.text`. Raises `Missing` if there is
-    neither a dataset nor a text file. Raises `ValueError` if no validation loss is finite. Also
-    raises whatever `Commands.run` and `dataset_directory` raise.
+    neither a dataset nor a text file. Raises `ValueError` if no validation loss is finite.
     """
     if not (dataset_directory(DataConfig(dataset="shakespeare_char")) / "train.bin").exists():
         if commands.text is None:
@@ -372,7 +358,7 @@ def train(commands: Commands, name: str, *words: str, **variables: str) -> Path:
     """Run training to the end; return the run directory. An existing run is resumed.
 
     `name` is the run directory's name in the check's folder. `words` are the arguments, and
-    `variables` are added to the environment. Raises the same errors as `Commands.run`.
+    `variables` are added to the environment.
     """
     out = commands.folder / name
     commands.run("jaxgpt.train", *words, commands.cache, "--out", str(out), **variables)

@@ -123,7 +123,7 @@ class Commands:
         """Run a command as `run` does, but with --json, and return the JSON object in its stdout.
 
         Ignores output before the first `{`, and raises `ValueError` if the rest is not a JSON
-        object. Also raises whatever `run` raises.
+        object.
         """
         printed = self.run(module, *words, "--json", **variables)
         return json.loads(printed[printed.index("{") :])
@@ -134,8 +134,6 @@ class Commands:
         Raises:
             CommandFailed: if the command ends before it is killed.
             subprocess.TimeoutExpired: if `reached` still returns False at the check's time limit.
-
-        Also raises whatever `reached` raises.
         """
         command, is_reached = _command_line(module, words), False
         with (
