@@ -56,7 +56,7 @@ class Part(NamedTuple):
     """A sequence of consecutive steps with the same batch size."""
 
     last: int  # its last step
-    settings: dict[str, Any]  # the configuration as a dict, without skip ranges
+    config: Config  # without skip ranges
 
 
 class Stretch(NamedTuple):
@@ -76,19 +76,6 @@ class History(NamedTuple):
     skipped: list[int]  # the skipped steps, which are always logged
     batch_sizes: Sequence[Sequence[int]]  # `BatchSizes.changes`
     fingerprints: Sequence[Any]  # `Dataset.fingerprints`
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> "History":
-        """Return the history in `values`, which may have been converted to JSON and back.
-
-        JSON converts named tuples to lists, and the steps in `records` to strings.
-        """
-        stretches, records, *others = values
-        stretches = [
-            Stretch(first, last, [Conditions(*c) for c in conditions], [Part(*p) for p in parts])
-            for first, last, conditions, parts in stretches
-        ]
-        return cls(stretches, {int(step): r for step, r in records.items()}, *others)
 
 
 class Difference(NamedTuple):
@@ -142,16 +129,16 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
             not fit the devices, if a checkpoint cannot be read or has an invalid configuration, if
             the data has changed or cannot be read, or if a step cannot be repeated.
         DamagedCheckpoint: if a checkpoint to restore is damaged.
-        OSError: on process 0, if metrics.jsonl cannot be read.
+        OSError: if metrics.jsonl cannot be read.
         RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
     """
-    history = History.from_json(cluster.run_on_main(read_history, run, steps))
+    history = cluster.run_on_all(read_history, run, steps)
     mesh = mesh or history.stretches[0].conditions[0].mesh.replace(" ", ",")
     sizes, differs, repeater = BatchSizes(history.batch_sizes), False, None
     for stretch in history.stretches:
         begin, state, scalars = stretch.checkpoint, None, {}
-        for end, settings in stretch.parts:
-            config = config_from_dict(settings, f"checkpoint of {run}").replace(parallel__mesh=mesh)
+        for end, config in stretch.parts:
+            config = config.replace(parallel__mesh=mesh)
             if repeater is None:
                 initialize_jax(cluster, mesh_shape(config))
             if repeater is None or repeater.config != config:
@@ -174,8 +161,8 @@ def read_history(run: Path, steps: Sequence[int]) -> History:
 
     Checkpoints with damaged JSON are ignored. Raises `UsageError` if `run` is not a run directory
     with checkpoints, if the folder or the JSON of a checkpoint cannot be read, if the JSON belongs
-    to another step, or if a step was skipped, was not logged or cannot be repeated. Raises
-    `OSError` if metrics.jsonl cannot be read.
+    to another step or has an invalid configuration, or if a step was skipped, was not logged or
+    cannot be repeated. Raises `OSError` if metrics.jsonl cannot be read.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -203,13 +190,13 @@ def read_history(run: Path, steps: Sequence[int]) -> History:
                 f"--step {step}: {why}; choose {' or '.join(map(str, near)) or 'another run'}"
             )
         before = max((s for s in saved if s < step), default=0)
-        parts = _parts(saved, sizes, before, step)
-        if before == 0 and parts[-1].settings["train"]["init_from"] is not None:
+        parts = _parts(run, saved, sizes, before, step)
+        if before == 0 and parts[-1].config.train.init_from is not None:
             raise UsageError(
                 f"--step {step}: no earlier checkpoint is left, and the run did not start from "
                 "random weights; choose a later step"
             )
-        _check_rates(run, parts, {s: r for s, r in trained.items() if before < s <= step})
+        _check_rates(parts, {s: r for s, r in trained.items() if before < s <= step})
         stretches.append(Stretch(before, step, _conditions(starts, before, step), parts))
     return History(
         stretches,
@@ -221,11 +208,14 @@ def read_history(run: Path, steps: Sequence[int]) -> History:
 
 
 def _parts(
-    saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
+    run: Path, saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
 ) -> list[Part]:
-    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant."""
+    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant.
 
-    def config_of(step: int) -> dict[str, Any]:
+    Raises `UsageError` if a configuration is invalid.
+    """
+
+    def settings_of(step: int) -> dict[str, Any]:
         """Return the configuration of the nearest checkpoint with this step's batch size.
 
         Checkpoints at or after the step are preferred. If no checkpoint has this batch size, return
@@ -243,20 +233,19 @@ def _parts(
 
     # All parts use the same parallelism. The steps to skip come from the records, because
     # checkpoints lack ranges that were added later.
-    shared = {"parallel": config_of(last)["parallel"], "train_range_to_skip": []}
+    shared = {"parallel": settings_of(last)["parallel"], "train_range_to_skip": []}
     ends = [first - 1 for first, _ in sizes.changes if before + 1 < first <= last] + [last]
-    return [Part(end, config_of(end) | shared) for end in ends]
+    name = f"checkpoint of {run}"
+    return [Part(end, config_from_dict(settings_of(end) | shared, name)) for end in ends]
 
 
-def _check_rates(run: Path, parts: Sequence[Part], records: dict[int, dict[str, Any]]) -> None:
+def _check_rates(parts: Sequence[Part], records: dict[int, dict[str, Any]]) -> None:
     """Raise `UsageError` if a recorded learning rate differs from that of the configuration.
 
-    This also raises `UsageError` if a configuration is invalid. `records` maps steps of these parts
-    to their `train` records.
+    `records` maps steps of these parts to their `train` records.
     """
-    configs = [(p.last, config_from_dict(p.settings, f"checkpoint of {run}")) for p in parts]
     for step, record in records.items():
-        config = next(config for end, config in configs if step <= end)
+        config = next(part.config for part in parts if step <= part.last)
         lr, was = float(learning_rate(config.optimizer, step)), record.get("lr")
         if was is not None and not math.isclose(was, lr, rel_tol=1e-6):  # for rounding errors
             raise UsageError(
