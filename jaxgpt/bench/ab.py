@@ -16,7 +16,7 @@ from jaxgpt.bench.harness import PROG, BenchJob, Result, Value, open_job, spread
 from jaxgpt.bench.rounds import Rounds
 from jaxgpt.bench.step import ROUNDS, steps_per_round
 from jaxgpt.config import Config, UsageError, mesh_shape, parse_args, parse_yaml
-from jaxgpt.data.dataset import with_vocabulary
+from jaxgpt.data.dataset import with_planned_vocabulary
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.roofline import read_work
 from jaxgpt.train.compiled import CompiledFunctions, make_steps
@@ -151,7 +151,7 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
     config = config.replace(data__document_mask=change.config.data.document_mask)
     hosts = base.trainer.job.cluster.hosts
-    steps = make_steps(with_vocabulary(config), base.mesh, hosts=hosts)
+    steps = make_steps(with_planned_vocabulary(config), base.mesh, hosts=hosts)
 
     def arguments(of: CompiledFunctions) -> Any:
         return jax.tree.map(

@@ -25,7 +25,7 @@ from jaxgpt.cluster.hardware import own_cpus
 from jaxgpt.cluster.process_group import ProcessGroup, join_process_group
 from jaxgpt.cluster.shutdown import abort_mpi, end_process
 from jaxgpt.config import Config, UsageError, mesh_shape
-from jaxgpt.data.dataset import with_vocabulary
+from jaxgpt.data.dataset import with_planned_vocabulary
 from jaxgpt.doctor.directory import check_writable
 from jaxgpt.parallel.mesh import job_mesh
 from jaxgpt.perf.units import format_bytes
@@ -133,9 +133,9 @@ class BenchJob:
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache. Return `config` and the mesh.
 
-        The returned config has been completed by `with_vocabulary`. Every process must call this.
+        The returned config has been completed by `with_planned_vocabulary`. Every process must call this.
         """
-        config = self.cluster.run_on_all(with_vocabulary, config)
+        config = self.cluster.run_on_all(with_planned_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
         use_compile_cache(OFF, self.cluster)
         return config, job_mesh(config, self.cluster.hosts)

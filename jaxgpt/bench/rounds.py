@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxgpt.bench.harness import BenchJob
 from jaxgpt.config import Config, DataConfig, UsageError, is_changed, mesh_shape
-from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_vocabulary
+from jaxgpt.data.dataset import dataset_directory, vocabulary_size, with_planned_vocabulary
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.perf.clock import Clock
 from jaxgpt.perf.profile import Tracing
@@ -167,7 +167,7 @@ def _with_data(config: Config, synthetic: bool, job: BenchJob) -> tuple[Config, 
             tokens.tofile(job.folder / name)
     job.cluster.barrier()
     reason = "--synthetic" if synthetic else f"there is no {home}"
-    ends = with_vocabulary(config).data.end_of_text
+    ends = with_planned_vocabulary(config).data.end_of_text
     made = DataConfig(path=str(job.folder), document_mask=data.document_mask, end_of_text=ends)
     config = config.replace(data=made, model__vocab_size=vocab_size)
     return config, f"random tokens, because {reason}"

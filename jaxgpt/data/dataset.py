@@ -167,36 +167,51 @@ def entries(data: DataConfig) -> list[BlendEntry]:
     return parse_lines(lines, key)
 
 
-def with_vocabulary(config: Config, dataset: Dataset | None = None) -> Config:
-    """Return `config` with model.vocab_size and, if needed, data.end_of_text filled in.
+def with_vocabulary(config: Config, dataset: Dataset) -> Config:
+    """Return `config` with model.vocab_size and, if needed, data.end_of_text from the data.
 
-    data.end_of_text is filled in only if data.document_mask is set and data.end_of_text is None. It
-    is set to the ID of the tokenizer's end-of-text token. If `dataset` is None, data.end_of_text is
-    set to 0 instead, and `vocabulary_size` determines model.vocab_size.
+    If data.document_mask is set and data.end_of_text is None, data.end_of_text is set to the ID of
+    the tokenizer's end-of-text token.
 
     Raises:
         UsageError: if the vocabulary size is less than 2 or at least 2^31, if a nanoGPT source
             without meta.json seems to be uint32 or cannot be read, or if data.document_mask is set
-            and the end-of-text token is unknown or outside the vocabulary. If `dataset` is None,
-            also raises whatever `vocabulary_size` raises.
+            and the end-of-text token is unknown or outside the vocabulary.
     """
-    vocab_size = dataset.vocab_size if dataset else vocabulary_size(config.data, config.model)
-    config = config.replace(model__vocab_size=vocab_size)
-    if dataset is not None:
-        _check_dtype_is_known(dataset)
+    config = config.replace(model__vocab_size=dataset.vocab_size)
+    _check_dtype_is_known(dataset)
+    end = dataset.tokenizer.end_of_text if dataset.tokenizer else None
+    if config.data.document_mask and config.data.end_of_text is None and end is None:
+        raise UsageError(
+            "data.document_mask=True: the end-of-text token of the data is unknown; set its ID "
+            "with data.end_of_text=N"
+        )
+    return _with_end_of_text(config, end)
+
+
+def with_planned_vocabulary(config: Config) -> Config:
+    """Return `config` with model.vocab_size from `vocabulary_size`, without opening the data.
+
+    If data.document_mask is set and data.end_of_text is None, data.end_of_text is set to 0. Raises
+    `UsageError` if the vocabulary size is less than 2 or at least 2^31, or if data.end_of_text is
+    used and is outside the vocabulary. Also raises whatever `vocabulary_size` raises.
+    """
+    vocab_size = vocabulary_size(config.data, config.model)
+    return _with_end_of_text(config.replace(model__vocab_size=vocab_size), 0)
+
+
+def _with_end_of_text(config: Config, default: int | None) -> Config:
+    """Return `config` with data.end_of_text set to `default` if it is needed and None.
+
+    Raises `UsageError` if the end-of-text token is needed but not in the vocabulary.
+    """
     if not config.data.document_mask:
         return config
-    end = config.data.end_of_text
-    if end is None and dataset is not None:
-        end = dataset.tokenizer.end_of_text if dataset.tokenizer else None
-        if end is None:
-            raise UsageError(
-                "data.document_mask=True: the end-of-text token of the data is unknown; set its "
-                "ID with data.end_of_text=N"
-            )
-    end = end or 0
-    if end >= vocab_size:
-        raise UsageError(f"data.end_of_text={end}: must be less than model.vocab_size={vocab_size}")
+    end = default if config.data.end_of_text is None else config.data.end_of_text
+    if end >= config.model.vocab_size:
+        raise UsageError(
+            f"data.end_of_text={end}: must be less than model.vocab_size={config.model.vocab_size}"
+        )
     return config.replace(data__end_of_text=end)
 
 

@@ -24,7 +24,7 @@ from jaxgpt.config import (
 )
 from jaxgpt.config.parse import presets
 from jaxgpt.config.translate import translate
-from jaxgpt.data.dataset import with_vocabulary
+from jaxgpt.data.dataset import with_planned_vocabulary
 from jaxgpt.optim import CHOICES
 from jaxgpt.perf.hardware import DEVICES, Device
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> str:
         if arguments.advise is None or not str(error).startswith(f"{MICROBATCHES}="):
             raise
         config, inherits = _parse([*rest, f"{MICROBATCHES}=1"]), False
-    config = with_vocabulary(config)
+    config = with_planned_vocabulary(config)
     n_devices = _number_of_devices(config) if arguments.advise is None else arguments.advise
     per_host = devices_per_host(arguments.devices_per_host, device, n_devices)
     if arguments.advise is None:
