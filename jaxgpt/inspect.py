@@ -219,8 +219,8 @@ def origin(dataset: Dataset, rows: Loader, step: int, row: int) -> dict[str, Any
         "corpus": rows.names[location.corpus],
         "file": str(tokens.file.path),
         "offset": tokens.first + location.offset,
-        "document": document.number,
-        "document_start": document.start,
+        "document": document and document.number,
+        "document_start": document and document.start,
     }
 
 

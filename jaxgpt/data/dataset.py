@@ -54,14 +54,14 @@ class Dataset:
         """Return the total number of tokens in a split. Every source must have this split."""
         return sum(source.tokens[split].size for source in self.sources)
 
-    def find_document(self, source: int, split: str, offset: int) -> Document:
+    def find_document(self, source: int, split: str, offset: int) -> Document | None:
         """Return the document that contains the token at `offset` in a split of a source.
 
-        `source` is an index into `sources`. The document's `start` and `end` are offsets in the
-        source, not in the split. All fields are None if the source has no document index.
+        `source` is an index into `sources`. The document's `start` is an offset in the source, not
+        in the split. Returns None if the source has no document index.
         """
         tokens, find = self.sources[source].tokens[split], self.sources[source].find_document
-        return Document() if find is None else find(tokens.first + offset)
+        return None if find is None else find(tokens.first + offset)
 
     @functools.cached_property
     def fingerprints(self) -> list[list[str]]:

@@ -64,7 +64,7 @@ class Index:
         # An empty sequence has the same start as the next sequence, so use the last match.
         sequence = bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
         number = bisect.bisect_right(self.documents, sequence) - 1
-        return Document(number, self.document_start(number), self.document_start(number + 1))
+        return Document(number, self.document_start(number))
 
 
 def is_pair(path: Path) -> bool:

@@ -18,11 +18,10 @@ SHAPE = {  # the expected structure of meta.json, for `read_json`
 
 
 class Document(NamedTuple):
-    """The document that contains a token. Unknown fields are None."""
+    """The document that contains a token."""
 
-    number: int | None = None  # number of the document in the source, from 0
-    start: int | None = None  # offset of its first token in the source
-    end: int | None = None  # offset just past its last token
+    number: int  # number of the document in the source, from 0
+    start: int  # offset of its first token in the source
 
 
 # Maps the offset of a token in the whole source to the token's document, in O(log n) reads.
