@@ -150,10 +150,8 @@ def import_tensors(
         for start in range(0, rows, at_once):
             stop = min(start + at_once, rows)
             array = np.zeros((stop - start, width), np.float32)
-            real = (
-                found[name].read(start, min(stop, slot.shape[0])) if start < slot.shape[0] else ()
-            )
-            array[: len(real)] = real if len(real) else 0
+            real = found[name].read(start, min(stop, slot.shape[0]))  # the rest is padding
+            array[: len(real)] = real
             writer.write(slot.weight.name, (slice(start, stop),), array)
 
 
