@@ -15,7 +15,7 @@ from jaxgpt.checkpoint.weights_only import WeightsReader, WeightsWriter
 from jaxgpt.config import Config, ModelConfig, UsageError, config_from_dict
 from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, write_config
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
-from jaxgpt.convert.safetensors import SHARD_BYTES, open_folder, read_json, write_folder
+from jaxgpt.convert.safetensors import open_folder, read_json, write_folder
 from jaxgpt.convert.tensors import Tensor, check_tied, new_folder
 from jaxgpt.data.tokenizers import FILE as TOKENIZER
 from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
@@ -124,9 +124,7 @@ def read_tokenizer(path: Path | None, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def to_hf(
-    run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
-) -> list[str]:
+def to_hf(run: Path, step: int | None, out: Path, dtype: str) -> list[str]:
     """Export a run's weights as a Transformers checkpoint. Return the lines to print.
 
     Args:
@@ -134,8 +132,6 @@ def to_hf(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum total size of the tensors in a file, in bytes. A tensor larger than this
-            gets its own file.
 
     Raises `UsageError` if the checkpoint or its tokenizer is missing, damaged or unreadable, if the
     model fits none of `families.FAMILIES`, or if a required package (`safetensors` or `tokenizers`)
@@ -155,7 +151,7 @@ def to_hf(
     with new_folder(out) as partial:
         zeros = ((name, np.zeros(shape, np.float32)) for name, shape in absent.items())
         tensors = itertools.chain(export_tensors(reader, wanted), zeros)
-        write_folder(partial, tensors, shapes | absent, dtype, max_bytes)
+        write_folder(partial, tensors, shapes | absent, dtype)
         _write_json(partial / CONFIG, config)
         notes = _write_tokenizer(tokenizer, run, partial, model)
     return [f"wrote {out}: {config['model_type']}, step {step}, {dtype}", *notes]

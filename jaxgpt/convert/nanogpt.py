@@ -12,7 +12,7 @@ from jaxgpt.convert.families import checked_model
 from jaxgpt.convert.huggingface import read_tokenizer, write_weights
 from jaxgpt.convert.layout import export_tensors, match_tensors, slots
 from jaxgpt.convert.names import NANOGPT
-from jaxgpt.convert.safetensors import SHARD_BYTES, write_folder
+from jaxgpt.convert.safetensors import write_folder
 from jaxgpt.convert.tensors import check_tied, new_folder
 
 MODEL_KEYS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
@@ -72,9 +72,7 @@ def tensors_of(path: Path, state: Any) -> dict[str, torch_file.TorchTensor]:
     return {name: torch_file.TorchTensor(path, name, tensor) for name, tensor in names.items()}
 
 
-def to_nanogpt(
-    run: Path, step: int | None, out: Path, dtype: str, max_bytes: int = SHARD_BYTES
-) -> list[str]:
+def to_nanogpt(run: Path, step: int | None, out: Path, dtype: str) -> list[str]:
     """Export the weights of a run as safetensors, with nanoGPT's model_args in model_args.json.
 
     Args:
@@ -82,8 +80,6 @@ def to_nanogpt(
         step: checkpoint to export. None means the newest checkpoint.
         out: folder to create.
         dtype: "float32" or "bfloat16".
-        max_bytes: maximum total size of the tensors in a file, in bytes. A tensor larger than this
-            gets its own file.
 
     Returns the lines to print. Raises `UsageError` if the checkpoint is missing, damaged or
     unreadable, if nanoGPT does not support an option of the model, or if `safetensors` is not
@@ -107,7 +103,7 @@ def to_nanogpt(
     shapes = {name: slot.shape for name, slot in wanted.items()}
     with new_folder(out) as partial:
         tensors = export_tensors(WeightsReader(run, step), wanted)
-        write_folder(partial, tensors, shapes, dtype, max_bytes)
+        write_folder(partial, tensors, shapes, dtype)
         arguments = {key: getattr(model, key) for key in (*MODEL_KEYS, "dropout")}
         (partial / "model_args.json").write_text(json.dumps(arguments, indent=2) + "\n")
     return [

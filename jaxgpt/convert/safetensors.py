@@ -16,7 +16,7 @@ from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 500_000_000  # default `max_bytes`; each file is held in memory until it is written
+SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
 DTYPES = ("F32", "F16", "BF16")  # safetensors' names for the dtypes in `FLOATS`
 
 
@@ -156,12 +156,11 @@ def write_folder(
     tensors: Iterable[tuple[str, np.ndarray]],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
-    max_bytes: int,
 ) -> None:
     """Write tensors to one file, or to several shards and an index.
 
     Each shard is held in memory, because the `safetensors` package writes complete files. A tensor
-    larger than `max_bytes` gets a separate shard.
+    larger than `SHARD_BYTES` gets a separate shard.
 
     Args:
         folder: existing folder to write to.
@@ -169,7 +168,6 @@ def write_folder(
             consecutive pairs.
         shapes: shape of each tensor by name. Each tensor must have at least one row.
         dtype: key of `FLOATS`.
-        max_bytes: maximum total size of the tensors in a shard, in bytes.
 
     Raises `UsageError` if the `safetensors` package is not installed. Errors from writing a file
     and from iterating over `tensors` are propagated.
@@ -178,7 +176,7 @@ def write_folder(
     from safetensors.numpy import save_file
 
     found, kind = iter(tensors), np.dtype(FLOATS[dtype])
-    shards = _split_by_size(shapes, kind.itemsize, max_bytes)
+    shards = _split_by_size(shapes, kind.itemsize)
     file_of = {}
     for number, names in enumerate(shards, 1):
         shard = {}
@@ -199,17 +197,15 @@ def write_folder(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _split_by_size(
-    shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int
-) -> list[list[str]]:
+def _split_by_size(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
     """Return the names of the tensors in each shard."""
     shards: list[list[str]] = [[]]
-    room = max_bytes
+    room = SHARD_BYTES
     for name, shape in shapes.items():
         n_bytes = math.prod(shape) * itemsize
         if shards[-1] and n_bytes > room:
             shards.append([])
-            room = max_bytes
+            room = SHARD_BYTES
         shards[-1].append(name)
         room -= n_bytes
     return shards

@@ -9,7 +9,7 @@ import pytest
 
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.config import UsageError, config_from_dict
-from jaxgpt.convert import families, huggingface
+from jaxgpt.convert import families, huggingface, safetensors
 from jaxgpt.convert.__main__ import main
 from jaxgpt.convert.safetensors import FILE, SafeTensor
 from jaxgpt.data.tokenizers import SentencePieceTokenizer
@@ -174,10 +174,11 @@ def test_a_llamas_tensors_go_where_its_layers_look_for_them(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_half_precision_is_read_and_bfloat16_written(dtype, tmp_path):
+def test_half_precision_is_read_and_bfloat16_written(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", 5000)
     given = write(tmp_path / "a", given=random_tensors(LLAMA, dtype))
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
-    huggingface.to_hf(tmp_path / "ours", None, tmp_path / "b", "bfloat16", 5000)
+    huggingface.to_hf(tmp_path / "ours", None, tmp_path / "b", "bfloat16")
     assert len(list((tmp_path / "b").glob("model-*-of-*.safetensors"))) > 2
     found = huggingface.open_folder(tmp_path / "b")
     for name, array in given.items():

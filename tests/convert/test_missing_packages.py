@@ -21,4 +21,4 @@ def test_without_safetensors(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match=r"pip install 'jaxgpt\[hf\]'"):
         open_folder(tmp_path)
     with pytest.raises(UsageError, match=r"pip install 'jaxgpt\[hf\]'"):
-        write_folder(tmp_path, [], {}, "float32", 100)
+        write_folder(tmp_path, [], {}, "float32")

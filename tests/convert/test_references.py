@@ -14,6 +14,7 @@ from flax import nnx
 from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, Sampling, config_from_dict
+from jaxgpt.convert import safetensors
 from jaxgpt.convert.__main__ import main
 from jaxgpt.convert.huggingface import to_hf
 from jaxgpt.data.batch import input_batch
@@ -150,10 +151,11 @@ def test_megatrons_ranks_are_merged(name, nanogpt, tmp_path):
     assert_same_logits(found, expected["nanogpt"][0])
 
 
-def test_a_model_without_biases_is_a_gpt2_with_zeros(nanogpt, reference, tmp_path):
+def test_a_model_without_biases_is_a_gpt2_with_zeros(nanogpt, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", 100_000)
     folder, expected = nanogpt
     ours, back = str(tmp_path / "ours"), tmp_path / "plain"
     main(["from-nanogpt", str(folder / "nanogpt_plain" / "ckpt.pt"), "--out", ours])
-    to_hf(Path(ours), None, back, "float32", 100_000)
+    to_hf(Path(ours), None, back, "float32")
     assert len(list(back.glob("model-*.safetensors"))) > 1
     assert_same_logits(reference.run_transformers(back)[0], expected["nanogpt_plain"][0])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxgpt.config import UsageError
+from jaxgpt.convert import safetensors
 from jaxgpt.convert.safetensors import FILE, INDEX, open_file, open_folder, write_folder
 
 package = pytest.importorskip("safetensors.numpy")
@@ -21,9 +22,9 @@ TENSORS = {
 }
 
 
-def write(folder, dtype="float32", max_bytes=10**9, tensors=TENSORS):
+def write(folder, dtype="float32", tensors=TENSORS):
     shapes = {name: array.shape for name, array in tensors.items()}
-    write_folder(folder, tensors.items(), shapes, dtype, max_bytes)
+    write_folder(folder, tensors.items(), shapes, dtype)
 
 
 def test_the_package_reads_what_we_write(tmp_path):
@@ -57,14 +58,15 @@ def test_bfloat16_is_rounded_to_the_nearest(tmp_path):
 
 def test_a_tensor_may_come_in_parts(tmp_path):
     parts = [("a", np.ones((2, 3))), ("a", np.zeros((1, 3))), ("b", np.ones(4))]
-    write_folder(tmp_path, parts, {"a": (3, 3), "b": (4,)}, "bfloat16", 10**9)
+    write_folder(tmp_path, parts, {"a": (3, 3), "b": (4,)}, "bfloat16")
     found = open_folder(tmp_path)
     assert found["a"].read().tolist() == [[1] * 3, [1] * 3, [0] * 3]
     assert found["b"].read().tolist() == [1] * 4
 
 
-def test_large_models_are_written_in_shards(tmp_path):
-    write(tmp_path, max_bytes=100)
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", 100)
+    write(tmp_path)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     index = json.loads((tmp_path / INDEX).read_text())
