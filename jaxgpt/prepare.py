@@ -17,7 +17,7 @@ from jaxgpt.data.prepare.builtin import prepare_python, prepare_shakespeare_char
 from jaxgpt.data.prepare.own_text import megatron_name, prepare_text
 from jaxgpt.data.prepare.pool import job_workers
 from jaxgpt.data.source import ALL_SPLITS, PARTS
-from jaxgpt.data.tokenizers import FILE, SENTENCEPIECE
+from jaxgpt.data.tokenizers import SENTENCEPIECE, TOKENIZER_FILE
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -94,7 +94,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if arguments.eos is not None and arguments.tokenizer in ("char", "byte"):
         raise UsageError(
-            f"--eos {arguments.eos}: needs a {FILE}, not {arguments.tokenizer}; remove one"
+            f"--eos {arguments.eos}: needs a {TOKENIZER_FILE}, not {arguments.tokenizer}; remove "
+            "one"
         )
 
 
@@ -156,7 +157,7 @@ def check_new(directory: Path, format_: str, overwrite: bool, split: str | None 
             )
     folder.append(directory / "meta.json")
     own, other = (pairs, folder) if format_ == "megatron" else (folder, pairs)
-    for path in [*other, *own, directory / FILE, directory / SENTENCEPIECE]:
+    for path in [*other, *own, directory / TOKENIZER_FILE, directory / SENTENCEPIECE]:
         if path.exists() and (path in other or not overwrite):
             raise UsageError(
                 f"--out {directory}: {path} already exists; give another --name or --out, or "

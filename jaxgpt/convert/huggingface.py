@@ -17,8 +17,13 @@ from jaxgpt.convert.families import COMPANIONS, CONFIG, read_model, table_of, wr
 from jaxgpt.convert.layout import Slot, export_tensors, import_tensors, match_tensors, slots
 from jaxgpt.convert.safetensors import open_folder, read_json, write_folder
 from jaxgpt.convert.tensors import Tensor, check_tied, new_folder
-from jaxgpt.data.tokenizers import FILE as TOKENIZER
-from jaxgpt.data.tokenizers import HFTokenizer, Tokenizer, load_tokenizer, tokenizer_from_meta
+from jaxgpt.data.tokenizers import (
+    TOKENIZER_FILE,
+    HFTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_from_meta,
+)
 
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # not weights
 GPT2_PREFIX = "transformer."  # prefix of tensor names in files saved by GPT2LMHeadModel
@@ -53,7 +58,9 @@ def from_hf(
     if model.position == "learned":
         embedding, remedy = "wte.weight", "jaxgpt needs one matrix for both, as in GPT-2"
     check_tied(head, found[embedding], str(path), remedy)
-    has_tokenizer = any((path / name).is_file() for name in (TOKENIZER, "merges.txt", "vocab.bpe"))
+    has_tokenizer = any(
+        (path / name).is_file() for name in (TOKENIZER_FILE, "merges.txt", "vocab.bpe")
+    )
     own = path if has_tokenizer else None
     made = read_tokenizer(tokenizer or own, model.vocab_size)
     return write_weights(path, out, found, wanted, model, made, COMPANIONS)
@@ -193,8 +200,8 @@ def _write_tokenizer(
             shutil.copyfile(run / name, folder / name)
     if not (folder / COMPANIONS[0]).exists():
         # jaxgpt trains on text without special tokens, even if tokenizer.json would add some.
-        content = read_json(folder / TOKENIZER)
-        _write_json(folder / TOKENIZER, content | {"post_processor": None})
+        content = read_json(folder / TOKENIZER_FILE)
+        _write_json(folder / TOKENIZER_FILE, content | {"post_processor": None})
         end = tokenizer.end_of_text
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -15,7 +15,7 @@ from jaxgpt import config
 from jaxgpt.config import UsageError, in_words
 from jaxgpt.convert.tensors import FLOATS
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 500_000_000  # maximum size of a file, which is held in memory until it is written
 DTYPES = ("F32", "F16", "BF16")  # safetensors' names for the dtypes in `FLOATS`
 
@@ -51,21 +51,21 @@ class SafeTensor:
 def open_folder(folder: Path) -> dict[str, SafeTensor]:
     """Return a dict that maps names to the tensors in a folder, without reading their data.
 
-    Opens `FILE` if it exists, and otherwise the tensors that `INDEX` lists. Raises `UsageError` if
-    the folder or a file is missing, if a file is unreadable or damaged, if a tensor in the index is
-    missing, or if the `safetensors` package is not installed. Raises `OSError` if a path cannot be
-    accessed.
+    Opens `WEIGHTS_FILE` if it exists, and otherwise the tensors that `INDEX` lists. Raises
+    `UsageError` if the folder or a file is missing, if a file is unreadable or damaged, if a tensor
+    in the index is missing, or if the `safetensors` package is not installed. Raises `OSError` if a
+    path cannot be accessed.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder}: is not a folder; give one with config.json and {FILE}")
-    if (folder / FILE).is_file():
-        return open_file(folder / FILE)
+        raise UsageError(f"{folder}: is not a folder; give one with config.json and {WEIGHTS_FILE}")
+    if (folder / WEIGHTS_FILE).is_file():
+        return open_file(folder / WEIGHTS_FILE)
     if not (folder / INDEX).is_file():
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
         remedy = "; give the folder of a Hugging Face model"
         if others:
             remedy = f", only {others}; save the model again with safe_serialization=True"
-        raise UsageError(f"{folder}: has neither {FILE} nor {INDEX}{remedy}")
+        raise UsageError(f"{folder}: has neither {WEIGHTS_FILE} nor {INDEX}{remedy}")
     files = _read_index(folder / INDEX)
     opened = {name: open_file(folder / name) for name in sorted(set(files.values()))}
     missing = [tensor for tensor, name in files.items() if tensor not in opened[name]]
@@ -188,7 +188,8 @@ def write_folder(
                 assert given == name, given
                 tensor[n_rows : n_rows + len(rows)] = rows
                 n_rows += len(rows)
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else FILE
+        several = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = several if len(shards) > 1 else WEIGHTS_FILE
         save_file(shard, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxgpt.config import UsageError, check_shape, in_words, read_json, shorten
 from jaxgpt.data.source import read_meta
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 END_OF_TEXT = "<|endoftext|>"
 INSTALL_TOKENIZERS = "run pip install 'jaxgpt[hf]'"
@@ -145,7 +145,9 @@ def _not_unicode(text: str) -> UsageError:
 
 def _not_encodable(error: Exception) -> UsageError:
     """Return the error for text that a tokenizer.json cannot encode."""
-    return UsageError(f"{FILE}: cannot encode the text ({error}); add an unknown token to it")
+    return UsageError(
+        f"{TOKENIZER_FILE}: cannot encode the text ({error}); add an unknown token to it"
+    )
 
 
 class ByteTokenizer(Tokenizer):
@@ -209,7 +211,7 @@ class FileTokenizer(Tokenizer):
 class HFTokenizer(FileTokenizer):
     """Tokenizer loaded from a tokenizer.json by the `tokenizers` package."""
 
-    kind, file = "huggingface", FILE
+    kind, file = "huggingface", TOKENIZER_FILE
 
     def encode(self, text: str) -> np.ndarray:
         parsed = _parse(self._content)
@@ -280,7 +282,7 @@ class SentencePieceTokenizer(FileTokenizer):
         if parse_special:
             raise UsageError(
                 f"tokenizer {SENTENCEPIECE}: cannot encode the special tokens of a chat template; "
-                f"give the {FILE} of this tokenizer"
+                f"give the {TOKENIZER_FILE} of this tokenizer"
             )
         threads = int(os.environ.get("RAYON_NUM_THREADS", -1))  # also used by `tokenizers`
         found = _load_model(self._content).encode(list(texts), num_threads=threads)
@@ -377,9 +379,9 @@ def load_tokenizer(
     try:
         if end_of_text is None and (path / "meta.json").is_file():
             return tokenizer_from_meta(read_meta(path)["tokenizer"], path)
-        file = path / FILE if path.is_dir() else path
+        file = path / TOKENIZER_FILE if path.is_dir() else path
         model = path / SENTENCEPIECE if path.is_dir() else path
-        if model.suffix == ".model" and model.is_file() and not (path / FILE).is_file():
+        if model.suffix == ".model" and model.is_file() and not (path / TOKENIZER_FILE).is_file():
             return _from_sentencepiece(model, end_of_text)
         content = file.read_bytes() if file.is_file() else _from_gpt2_files(path)
         ids = _parse(content).get_vocab(with_added_tokens=True)
@@ -395,9 +397,9 @@ def load_tokenizer(
     except Exception as error:  # `tokenizers` raises plain `Exception`
         package = "" if importlib.util.find_spec("tokenizers") else f", and {INSTALL_TOKENIZERS}"
         raise UsageError(
-            f"tokenizer {path}: cannot be read ({in_words(error)}); give {names}, a {FILE}, a "
-            f"{SENTENCEPIECE}, or a folder that contains one of these or GPT-2's encoder.json "
-            f"and vocab.bpe{package}"
+            f"tokenizer {path}: cannot be read ({in_words(error)}); give {names}, a "
+            f"{TOKENIZER_FILE}, a {SENTENCEPIECE}, or a folder that contains one of these or "
+            f"GPT-2's encoder.json and vocab.bpe{package}"
         ) from None
     if end_of_text is not None and end_of_text not in ids:
         raise UsageError(f"--eos {eos}: is not a token of {path}; give the name of a special token")
@@ -420,7 +422,7 @@ def _from_sentencepiece(path: Path, end_of_text: str | None) -> SentencePieceTok
     if re.match(rb"[A-Za-z0-9+/=]+ \d+\n", content):
         raise UsageError(
             f"tokenizer {path}: is a file for tiktoken, not for SentencePiece; give the model's "
-            f"{FILE}"
+            f"{TOKENIZER_FILE}"
         )
     loaded = _load_model(content)
     mark = loaded.eos_id() if end_of_text is None else loaded.piece_to_id(end_of_text)

@@ -10,8 +10,8 @@ from jaxgpt.convert import TRANSFORMERS, convert_in_subprocess, transformers_fol
 from jaxgpt.convert.families import COMPANIONS, read_model
 from jaxgpt.data.dataset import Dataset
 from jaxgpt.data.tokenizers import (
-    FILE,
     SENTENCEPIECE,
+    TOKENIZER_FILE,
     ByteTokenizer,
     FileTokenizer,
     same_tokens,
@@ -160,7 +160,7 @@ def _share_tokenizer(
         return config, [f"warning: {what}; accepted by data.accept_changes"]
     if isinstance(tokenizer, ByteTokenizer):
         given = "byte"
-    elif any((folder / file).is_file() for file in (FILE, SENTENCEPIECE)):
+    elif any((folder / file).is_file() for file in (TOKENIZER_FILE, SENTENCEPIECE)):
         given = str(folder)
     else:
         given = "FOLDER, the folder of the data that the weights were trained on"

@@ -11,7 +11,7 @@ from jaxgpt.checkpoint.metadata import read_meta
 from jaxgpt.config import UsageError, config_from_dict
 from jaxgpt.convert import families, huggingface, safetensors
 from jaxgpt.convert.__main__ import main
-from jaxgpt.convert.safetensors import FILE, SafeTensor
+from jaxgpt.convert.safetensors import WEIGHTS_FILE, SafeTensor
 from jaxgpt.data.tokenizers import SentencePieceTokenizer
 from jobs import checkpoint_arrays
 
@@ -115,7 +115,7 @@ def write(folder, config=LLAMA, given=None, **more):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | more))
     found = random_tensors(config) if given is None else given
-    package.save_file(found, folder / FILE)
+    package.save_file(found, folder / WEIGHTS_FILE)
     return found
 
 
@@ -125,7 +125,7 @@ def test_weights_come_back_as_they_went(family, tmp_path):
     main(["from-hf", str(tmp_path / "a"), "--out", str(tmp_path / "ours")])
     main(["to-hf", "--run", str(tmp_path / "ours"), "--out", str(tmp_path / "b")])
     prefix = "transformer." if family == "gpt2" else ""
-    found = package.load_file(tmp_path / "b" / FILE)
+    found = package.load_file(tmp_path / "b" / WEIGHTS_FILE)
     assert found.keys() == {prefix + name for name in given}
     for name, array in given.items():
         np.testing.assert_array_equal(found[prefix + name], array)

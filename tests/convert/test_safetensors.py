@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.config import UsageError
 from jaxgpt.convert import safetensors
-from jaxgpt.convert.safetensors import FILE, INDEX, open_file, open_folder, write_folder
+from jaxgpt.convert.safetensors import INDEX, WEIGHTS_FILE, open_file, open_folder, write_folder
 
 package = pytest.importorskip("safetensors.numpy")
 TENSORS = {
@@ -29,7 +29,7 @@ def write(folder, dtype="float32", tensors=TENSORS):
 
 def test_the_package_reads_what_we_write(tmp_path):
     write(tmp_path)
-    found = package.load_file(tmp_path / FILE)
+    found = package.load_file(tmp_path / WEIGHTS_FILE)
     assert found.keys() == TENSORS.keys()
     for name, array in TENSORS.items():
         np.testing.assert_array_equal(found[name], array)
@@ -39,7 +39,7 @@ def test_the_package_reads_what_we_write(tmp_path):
 def test_we_read_what_the_package_writes(dtype, tmp_path):
     tensors = TENSORS | {"scalar": np.array(2.5)}
     given = {name: array.astype(dtype) for name, array in tensors.items()}
-    package.save_file(given, tmp_path / FILE, metadata={"format": "pt"})
+    package.save_file(given, tmp_path / WEIGHTS_FILE, metadata={"format": "pt"})
     found = open_folder(tmp_path)
     assert found.keys() == given.keys()
     for name, array in given.items():
@@ -79,9 +79,9 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
 
 def test_a_file_that_is_cut_is_refused(tmp_path):
     write(tmp_path)
-    whole = (tmp_path / FILE).read_bytes()
+    whole = (tmp_path / WEIGHTS_FILE).read_bytes()
     for n in range(0, len(whole), 3):
-        (tmp_path / FILE).write_bytes(whole[:n])
+        (tmp_path / WEIGHTS_FILE).write_bytes(whole[:n])
         with pytest.raises(UsageError, match="is not a complete safetensors file") as raised:
             open_folder(tmp_path)
         assert "\n" not in str(raised.value)
@@ -89,13 +89,13 @@ def test_a_file_that_is_cut_is_refused(tmp_path):
 
 def test_a_spoiled_file_is_read_or_refused(tmp_path):
     write(tmp_path)
-    whole, draw = (tmp_path / FILE).read_bytes(), np.random.default_rng(1)
+    whole, draw = (tmp_path / WEIGHTS_FILE).read_bytes(), np.random.default_rng(1)
     for _ in range(300):
         changed = bytearray(whole)
         changed[draw.integers(len(whole))] = draw.integers(256)
-        (tmp_path / FILE).write_bytes(changed)
+        (tmp_path / WEIGHTS_FILE).write_bytes(changed)
         try:
-            for tensor in open_file(tmp_path / FILE).values():
+            for tensor in open_file(tmp_path / WEIGHTS_FILE).values():
                 tensor.read()
         except UsageError as error:
             assert "\n" not in str(error)
@@ -115,7 +115,7 @@ def test_a_spoiled_file_is_read_or_refused(tmp_path):
 )
 def test_a_header_that_makes_no_sense_is_refused(entry, tmp_path):
     header = json.dumps({"w": entry}).encode()
-    (tmp_path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    (tmp_path / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
     with pytest.raises(UsageError, match="is not a complete safetensors file"):
         open_folder(tmp_path)
 
@@ -156,7 +156,7 @@ def test_an_index_that_is_wrong_is_refused(tmp_path):
 def test_other_folders_are_told_what_is_missing(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         open_folder(tmp_path / "none")
-    with pytest.raises(UsageError, match=f"has neither {FILE} nor"):
+    with pytest.raises(UsageError, match=f"has neither {WEIGHTS_FILE} nor"):
         open_folder(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UsageError, match="only pytorch_model.bin; save the model again"):
@@ -164,6 +164,6 @@ def test_other_folders_are_told_what_is_missing(tmp_path):
 
 
 def test_other_dtypes_are_named_when_they_are_read(tmp_path):
-    package.save_file({"mask": np.ones(3, np.uint8)}, tmp_path / FILE)
+    package.save_file({"mask": np.ones(3, np.uint8)}, tmp_path / WEIGHTS_FILE)
     with pytest.raises(UsageError, match="mask has dtype U8; weights must be one of F32"):
         open_folder(tmp_path)["mask"].read()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxgpt.config import UsageError, in_words, read_json
 from jaxgpt.data.tokenizers import special_token
 
-FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 # In older versions, a template can escape the sandbox (CVE-2025-27516).
 MIN_JINJA2_VERSION = (3, 1, 6)
 # Unicode noncharacters that mark the start and end of {% generation %} blocks.
@@ -114,7 +114,7 @@ def template_files(tokenizer: str, given: Path | None) -> tuple[Path | None, Pat
     folder = path if path.is_dir() else path.parent
     config, template = (
         found if found.is_file() else None
-        for found in (folder / "tokenizer_config.json", folder / FILE)
+        for found in (folder / "tokenizer_config.json", folder / TEMPLATE_FILE)
     )
     return config, given or template
 
@@ -145,8 +145,9 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
             raise ValueError("chat_template is not a string")
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"--tokenizer {tokenizer}: cannot read {file or FILE} or tokenizer_config.json "
-            f"({in_words(error)}); give another template with --chat-template FILE"
+            f"--tokenizer {tokenizer}: cannot read {file or TEMPLATE_FILE} or "
+            f"tokenizer_config.json ({in_words(error)}); give another template with "
+            "--chat-template FILE"
         ) from None
     # Settings such as add_bos_token are not tokens.
     names = [key for key in config if key.endswith("_token")]
