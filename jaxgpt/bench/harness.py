@@ -133,7 +133,8 @@ class BenchJob:
     def start_jax(self, config: Config) -> tuple[Config, Mesh]:
         """Start JAX without a compile cache. Return `config` and the mesh.
 
-        The returned config has been completed by `with_planned_vocabulary`. Every process must call this.
+        The returned config has been completed by `with_planned_vocabulary`. Every process must
+        call this.
         """
         config = self.cluster.run_on_all(with_planned_vocabulary, config)
         initialize_jax(self.cluster, mesh_shape(config))
