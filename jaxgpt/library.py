@@ -221,7 +221,7 @@ class Trainer:
         from jaxgpt.parallel.mesh import job_mesh
         from jaxgpt.perf.memory import check_memory
         from jaxgpt.spikes.faults import check_faults
-        from jaxgpt.train.compiled import make_steps
+        from jaxgpt.train.jitted import make_steps
 
         mesh = job_mesh(config, cluster.hosts)
         check_faults(config, mesh.size)

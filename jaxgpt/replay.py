@@ -304,7 +304,7 @@ class Repeater:
 
         from jaxgpt.checkpoint.checkpointer import Checkpoints
         from jaxgpt.parallel.mesh import describe, job_mesh
-        from jaxgpt.train.compiled import make_steps
+        from jaxgpt.train.jitted import make_steps
 
         mesh = job_mesh(config, cluster.hosts)
         kind = mesh.devices.flat[0].device_kind

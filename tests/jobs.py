@@ -22,8 +22,8 @@ from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.clock import Clock
 from jaxgpt.runtime.initialize import initialize_jax
 from jaxgpt.runtime.xla_flags import VARIABLE as XLA_FLAGS
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.resume import saved_settings
 from jaxgpt.train.run_directory import prepare_run
 

@@ -26,7 +26,7 @@ from jaxgpt.checkpoint.metadata import list_checkpoints, read_meta
 from jaxgpt.convert.__main__ import main as convert
 from jaxgpt.data.prepare.own_text import prepare_text
 from jaxgpt.parallel.mesh import job_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import SMALL, environment, limited_devices, losses, records, train_here
 
 ROOT = Path(__file__).parents[1]

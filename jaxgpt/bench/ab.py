@@ -19,8 +19,8 @@ from jaxgpt.config import Config, UsageError, mesh_shape, parse_args, parse_yaml
 from jaxgpt.data.dataset import with_planned_vocabulary
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.perf.roofline import read_work
-from jaxgpt.train.compiled import CompiledFunctions, make_steps
 from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.jitted import JittedFunctions, make_steps
 
 UNCHANGED = "unchanged"
 
@@ -61,7 +61,7 @@ def run(
         for text, each in changes.items():
             _check_options(text, each)
         base = Rounds(job, config, synthetic=True)
-        programs, seconds_to_compile = {UNCHANGED: base.trainer.train_step}, {}
+        programs, seconds_to_compile = {UNCHANGED: base.parts.train_step}, {}
         for text, each in changes.items():
             job.log(f"compiling the step with {text}")
             began = time.perf_counter()
@@ -150,10 +150,10 @@ def _compile(text: str, change: Change, base: Rounds) -> Callable[..., Any]:
     ours = base.run.config
     config = change.config.replace(data=ours.data, model__vocab_size=ours.model.vocab_size)
     config = config.replace(data__document_mask=change.config.data.document_mask)
-    hosts = base.trainer.job.cluster.hosts
+    hosts = base.parts.job.cluster.hosts
     steps = make_steps(with_planned_vocabulary(config), base.mesh, hosts=hosts)
 
-    def arguments(of: CompiledFunctions) -> Any:
+    def arguments(of: JittedFunctions) -> Any:
         return jax.tree.map(
             lambda a: (a.shape, a.dtype, a.sharding), (of.state_shapes, of.batch_shape)
         )

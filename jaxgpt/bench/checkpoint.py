@@ -19,8 +19,8 @@ from jaxgpt.bench.harness import PROG, BenchJob, Result, Value, open_job
 from jaxgpt.checkpoint.checkpointer import Checkpoints, Tree
 from jaxgpt.config import Config, parse_args
 from jaxgpt.doctor.directory import file_system_of
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.state import checkpoint_tree
 
 ROUNDS = 8  # after one warm-up; even, because the order alternates

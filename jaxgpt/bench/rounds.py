@@ -1,4 +1,4 @@
-"""Rounds of training steps, either in the trainer's loop or with the compiled step alone."""
+"""Rounds of training steps, either in the training loop or with the compiled step alone."""
 
 import contextlib
 import dataclasses
@@ -54,31 +54,31 @@ class Rounds:
         self._quiet = contextlib.redirect_stdout(io.StringIO())
         with self._quiet:
             checkpoints = NoCheckpoints(self._keep_state)
-            _, trainer, self.state = set_up(self.run, cluster, facts, never, clock, checkpoints)
-            trainer.job.report.start(trainer.loader)
-        self.trainer = trainer._replace(evaluate=lambda *_: None, sample=lambda *_: None)
-        self.steps, self.mesh = trainer.job.steps, trainer.job.steps.mesh
+            _, parts, self.state = set_up(self.run, cluster, facts, never, clock, checkpoints)
+            parts.job.report.start(parts.loader)
+        self.parts = parts._replace(evaluate=lambda *_: None, sample=lambda *_: None)
+        self.steps, self.mesh = parts.job.steps, parts.job.steps.mesh
         self.compile_seconds = clock.spent("compile")
-        self.cache = f"cache: {trainer.job.report.compile_cache}" if cached else "without a cache"
+        self.cache = f"cache: {parts.job.report.compile_cache}" if cached else "without a cache"
         # Each round is like a resumed run, so the data continues where the last round ended.
         sizes = {"batch_sizes": self.run.batch_sizes.changes}
         self.run = dataclasses.replace(self.run, resume_step=0, resume_meta=sizes)
         # `run_compiled_step` reuses these arguments, which are already on the devices.
         scalars = np.int32(1), learning_rate(config.optimizer, 1)
         scalars = jax.device_put(scalars, self.steps.replicated)
-        self._step_arguments = *scalars, trainer.loader.batch(1)
+        self._step_arguments = *scalars, parts.loader.batch(1)
 
     def train(self, n_steps: int) -> float:
-        """Run `n_steps` >= 1 steps in the trainer's loop. Return this process's seconds per step.
+        """Run `n_steps` >= 1 steps in the training loop. Return this process's seconds per step.
 
         Output to stdout is discarded. Raises `UsageError` if `run_steps` returns a failure.
         """
         last = self.run.resume_step + n_steps
         run = dataclasses.replace(self.run, config=self.run.config.replace(train__max_iters=last))
-        self.trainer.job.cluster.barrier()
+        self.parts.job.cluster.barrier()
         began = time.perf_counter()
         with self._quiet:
-            failure = run_steps(run, self.state, self.trainer).failure
+            failure = run_steps(run, self.state, self.parts).failure
         seconds = time.perf_counter() - began
         if failure:
             raise UsageError(failure)
@@ -91,8 +91,8 @@ class Rounds:
         Returns this process's seconds per step. If `step` is given, it runs instead of the compiled
         step, with the same arguments and results.
         """
-        step, in_flight = step or self.trainer.train_step, DispatchLimiter()
-        self.trainer.job.cluster.barrier()
+        step, in_flight = step or self.parts.train_step, DispatchLimiter()
+        self.parts.job.cluster.barrier()
         began = time.perf_counter()
         for _ in range(n_steps):
             self.state, metrics = step(self.state, *self._step_arguments)
@@ -106,16 +106,16 @@ class Rounds:
         Process 0 writes its trace to `directory`. Returns the result of `Tracing.stop`. Raises
         `OSError` if a process other than 0 cannot create a temporary folder.
         """
-        tracing = Tracing(directory, self.trainer.job.cluster, self.state)
+        tracing = Tracing(directory, self.parts.job.cluster, self.state)
         seconds = self.run_compiled_step(n_steps)
-        return tracing.stop(self.state, n_steps, seconds, self.trainer.train_step.as_text())
+        return tracing.stop(self.state, n_steps, seconds, self.parts.train_step.as_text())
 
     def _keep_state(self, tree: dict[str, Any], meta: dict[str, Any]) -> None:
         self.state = state_from_checkpoint(tree, meta, self.steps.state_shapes)
 
 
 class NoCheckpoints:
-    """Serves as the trainer's `Checkpoints`, but writes nothing.
+    """Serves as the run's `Checkpoints`, but writes nothing.
 
     The training loop saves its state at the end of a round. `keep` receives this state.
     """

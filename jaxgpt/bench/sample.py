@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxgpt.bench.harness import PROG, Result, Value, open_job
 from jaxgpt.config import Sampling, UsageError, parse_args
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.generate import make_generate
 from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.jitted import make_steps
 
 PROMPT = 16  # random tokens
 TOKENS = 200

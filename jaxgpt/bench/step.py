@@ -62,7 +62,7 @@ def measure(rounds: Rounds, job: BenchJob, n_rounds: int, n_steps: int | None) -
     """
     rounds.train(n_steps or WARM_UP)
     n_steps = n_steps or steps_per_round(rounds)
-    used = memory(rounds.trainer.train_step, job.cluster)
+    used = memory(rounds.parts.train_step, job.cluster)
     dtype = rounds.run.config.train.dtype
     size = matmul_size()
     product = matmul_rate(size, dtype, job.cluster)
@@ -92,7 +92,7 @@ def steps_per_round(rounds: Rounds) -> int:
     Runs `WARM_UP` steps to measure the step time. All processes must call this.
     """
     fill = round(ROUND_SECONDS / rounds.run_compiled_step(WARM_UP))
-    return rounds.trainer.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))
+    return rounds.parts.job.cluster.broadcast(min(MAX_STEPS, max(1, fill)))
 
 
 def rates(

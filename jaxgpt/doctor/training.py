@@ -15,7 +15,7 @@ from jaxgpt.doctor.collectives import try_on_all
 from jaxgpt.optim.schedule import learning_rate
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.units import count
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 
 N_STEPS = 10
 VOCABULARY = 256  # each token is one byte

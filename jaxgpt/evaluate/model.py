@@ -76,7 +76,7 @@ class Model:
 
         from jaxgpt.checkpoint.checkpointer import restore_params
         from jaxgpt.parallel.mesh import make_mesh
-        from jaxgpt.train.compiled import make_steps
+        from jaxgpt.train.jitted import make_steps
 
         shape = mesh_shape(trained.config, jax.device_count())
         n_shards, vocab_size = shape.split_of("splits_batch"), trained.config.model.vocab_size

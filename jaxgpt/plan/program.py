@@ -22,7 +22,7 @@ from jaxgpt.perf.collectives import Collective, read_collectives
 from jaxgpt.perf.hardware import Device
 from jaxgpt.perf.memory import compiled_bytes
 from jaxgpt.runtime.devices import MAX_CPU_DEVICES
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.state import state_shapes
 
 # Compiler options for programs that are never run. They disable LLVM's optimizations, because XLA

@@ -16,15 +16,15 @@ from jaxgpt.data.tokenizers import continue_prompt
 from jaxgpt.parallel.sharding import Params
 from jaxgpt.runtime.dispatch import DispatchLimiter
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
-from jaxgpt.train.compiled import CompiledFunctions
 from jaxgpt.train.generate import make_generate, prompt_window
+from jaxgpt.train.jitted import JittedFunctions
 from jaxgpt.train.reporting.corpora import corpus_means
 
 SAMPLING = Sampling(temperature=0.8, top_k=200)  # as in nanoGPT
 
 
 def make_evaluator(
-    dataset: Dataset, config: Config, steps: CompiledFunctions, heartbeat: Callable[[str], None]
+    dataset: Dataset, config: Config, steps: JittedFunctions, heartbeat: Callable[[str], None]
 ) -> Callable[[int, Params], EvalRecord]:
     """Return a function (step, params) -> `EvalRecord` that computes the mean loss of each split.
 
@@ -71,7 +71,7 @@ def make_evaluator(
 
 
 def make_sampler(
-    dataset: Dataset, config: Config, steps: CompiledFunctions
+    dataset: Dataset, config: Config, steps: JittedFunctions
 ) -> Callable[[int, Params], SampleRecord | None]:
     """Return a function (step, params) -> `SampleRecord` that generates text with the model.
 

@@ -59,7 +59,7 @@ def make_generator(
     """Return the functions that generate up to `n_tokens` tokens; the caller should jit them once.
 
     Args:
-        make_decoder: params -> (decode function, empty KV cache); see `CompiledFunctions`.
+        make_decoder: params -> (decode function, empty KV cache); see `JittedFunctions`.
         n_positions: `ModelConfig.n_positions`, which is block_size with learned positions and None
             with RoPE.
         vocab_size: vocabulary size of the tokenizer; the model's vocabulary may be larger.

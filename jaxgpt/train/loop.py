@@ -22,7 +22,7 @@ from jaxgpt.train.reporting.metrics import MetricsBuffer, StepMetrics
 from jaxgpt.train.restart import DeviceFailed, after_corruption, before_spike, restart_from
 from jaxgpt.train.resume import EVAL_RECORDS
 from jaxgpt.train.run_directory import Run
-from jaxgpt.train.setup import Trainer, set_up
+from jaxgpt.train.setup import LoopParts, set_up
 from jaxgpt.train.state import TrainState, checkpoint_json, checkpoint_tree
 
 
@@ -66,24 +66,24 @@ def train(
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
     if ready is None:
         return exits.FAILED if "failure" in run.resume_meta else exits.DONE
-    run, trainer, state = ready
-    trainer.job.report.start(trainer.loader)
+    run, parts, state = ready
+    parts.job.report.start(parts.loader)
     try:
         if run.missing_records:
-            evaluate_and_sample(trainer, run.resume_step or 0, state, run.missing_records)
-        result = run_with_restarts(run, state, trainer)
+            evaluate_and_sample(parts, run.resume_step or 0, state, run.missing_records)
+        result = run_with_restarts(run, state, parts)
     except UsageError:  # for example, because the data has disappeared
         # Finish the save in progress, but only in a single-process run, because `close` is a
         # collective operation that other processes may never join.
         if cluster.size == 1:
-            trainer.job.checkpoints.close(is_final=False)
+            parts.job.checkpoints.close(is_final=False)
         raise
-    return _close_run(run, trainer, result)
+    return _close_run(run, parts, result)
 
 
-def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
+def _close_run(run: Run, parts: LoopParts, result: StepsResult) -> int:
     """Log how the run ended, close its logs, and return its exit status."""
-    step, close = result.step, trainer.job.report.close
+    step, close = result.step, parts.job.report.close
     if result.failure:
         close(f"error: {result.failure}", has_failed=True)
         return exits.FAILED
@@ -93,13 +93,13 @@ def _close_run(run: Run, trainer: Trainer, result: StepsResult) -> int:
     saved = f"after step {step}, which is saved" if step else "and rewound to the start"
     resume = "" if run.config.checkpoint.resume else " checkpoint.resume=True"
     close(
-        f"stopped by {trainer.stop.reason or 'a signal'} {saved}; the same command with "
+        f"stopped by {parts.stop.reason or 'a signal'} {saved}; the same command with "
         f"--out {run.directory}{resume} continues from there"
     )
     return exits.STOPPED
 
 
-def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
+def run_with_restarts(run: Run, state: TrainState, parts: LoopParts) -> StepsResult:
     """Train until the run ends or stops; restart it after corruption or a loss spike.
 
     If the run cannot restart, the result has a `failure`. The caller must not use `state`
@@ -107,10 +107,10 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
     errors as `run_steps`, `before_spike`, `after_corruption` and `restart_from`, except `NoRewind`
     and `DeviceFailed`.
     """
-    result, earlier = run_steps(run, state, trainer), []
+    result, earlier = run_steps(run, state, parts), []
     while result.spike is not None or result.corrupted:
-        trainer.job.cluster.monitor.heartbeat(f"the restart after step {result.step}", SLOW_PHASE)
-        job = trainer.job
+        parts.job.cluster.monitor.heartbeat(f"the restart after step {result.step}", SLOW_PHASE)
+        job = parts.job
         try:
             if result.corrupted:
                 devices = result.corrupted
@@ -124,11 +124,11 @@ def run_with_restarts(run: Run, state: TrainState, trainer: Trainer) -> StepsRes
             jax.block_until_ready(state)
         if result.stopping:
             return StepsResult(run.resume_step or 0, stopping=True)
-        result = run_steps(run, state, trainer)
+        result = run_steps(run, state, parts)
     return result
 
 
-def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
+def run_steps(run: Run, state: TrainState, parts: LoopParts) -> StepsResult:
     """Train from the step after `run.resume_step` until the run ends, stops, fails or must restart.
 
     The first step donates `state`, so the caller must not use it afterwards. All saves have
@@ -143,15 +143,15 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         ValueError: if JAX writes no trace for a profile.
         RuntimeError: if JAX fails, for example because it cannot write a profile.
     """
-    config, report, checkpoints = run.config, trainer.job.report, trainer.job.checkpoints
-    monitor, profile = trainer.job.cluster.monitor, trainer.profile
+    config, report, checkpoints = run.config, parts.job.report, parts.job.checkpoints
+    monitor, profile = parts.job.cluster.monitor, parts.profile
     buffer, dispatched = MetricsBuffer(config), DispatchLimiter()
     skips = SkipRanges(skip_ranges(config))
     # Twice the timeout, because a save first waits for the previous save.
     slow_save = max(SLOW_PHASE, 2 * 60 * config.checkpoint.timeout_minutes)
-    trainer.loader.batch_sizes = run.batch_sizes  # a rewind may have undone a change of batch size
+    parts.loader.batch_sizes = run.batch_sizes  # a rewind may have undone a change of batch size
     todo = range((run.resume_step or 0) + 1, config.train.max_iters + 1)
-    batches = trainer.loader.batches(step for step in todo if step not in skips)
+    batches = parts.loader.batches(step for step in todo if step not in skips)
     # Without steps, the outcome of the run is that of its checkpoint.
     result = StepsResult(run.resume_step or 0, failure=run.resume_meta.get("failure", ""))
 
@@ -165,11 +165,11 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
                 batch = next(batches)
             monitor.heartbeat(f"step {step}")
             lr = learning_rate(config.optimizer, step)
-            state, metrics = trainer.train_step(state, np.int32(step), lr, batch)
+            state, metrics = parts.train_step(state, np.int32(step), lr, batch)
             with report.timer.waiting_for_device():
                 dispatched.add(metrics.loss)
         is_last = step == config.train.max_iters
-        stopping = trainer.stop.reached(next(trainer.ticks))
+        stopping = parts.stop.reached(next(parts.ticks))
         evaluating = should_evaluate(config, step)
         saving = checkpoints.is_due(step) or is_last or stopping
 
@@ -181,20 +181,20 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
         spike, failure = buffer.calls_for_rewind(known), buffer.failure(known)
         if failure and not saving:
             monitor.heartbeat(f"the saves before step {step}", slow_save)
-            saving = _has_changed_since_save(trainer, step, skips, known[-1])
-        corrupted = () if spike else _find_corruption(run, trainer, step, state, saving)
+            saving = _has_changed_since_save(parts, step, skips, known[-1])
+        corrupted = () if spike else _find_corruption(run, parts, step, state, saving)
         if spike or corrupted:
             result = StepsResult(step, stopping, spike, corrupted)
             break
 
         if saving:
             monitor.heartbeat(f"the checkpoint of step {step}", slow_save)
-            save_checkpoint(run, trainer, step, state, failure)
+            save_checkpoint(run, parts, step, state, failure)
 
         # Evaluate after the save, when the state is safe. A run that is being stopped may not have
         # time to evaluate, so the resumed run evaluates first.
         if evaluating and (is_last or not stopping):
-            evaluate_and_sample(trainer, step, state)
+            evaluate_and_sample(parts, step, state)
         if is_last or stopping or failure:
             result = StepsResult(step, stopping, failure=failure)
             break
@@ -213,7 +213,7 @@ def run_steps(run: Run, state: TrainState, trainer: Trainer) -> StepsResult:
 
 
 def _has_changed_since_save(
-    trainer: Trainer, step: int, skips: SkipRanges, last: StepMetrics
+    parts: LoopParts, step: int, skips: SkipRanges, last: StepMetrics
 ) -> bool:
     """Wait for all saves, and return whether the state after `step` is in no checkpoint.
 
@@ -222,17 +222,17 @@ def _has_changed_since_save(
     run could not continue without it, this logs the error. All processes must call this.
     """
     newest = None
-    with trainer.job.report.clock.within("save"):
+    with parts.job.report.clock.within("save"):
         try:
-            newest = trainer.job.checkpoints.newest_complete()
+            newest = parts.job.checkpoints.newest_complete()
         except UsageError as error:  # on all processes
-            trainer.job.report.info(f"warning: {error}")
+            parts.job.report.info(f"warning: {error}")
     n_trained = sum(s not in skips for s in range((newest or 0) + 1, step + 1))
     return n_trained > int(last.metrics.detection.nonfinite)
 
 
 def _find_corruption(
-    run: Run, trainer: Trainer, step: int, state: TrainState, saving: bool
+    run: Run, parts: LoopParts, step: int, state: TrainState, saving: bool
 ) -> tuple[int, ...]:
     """Return the mesh indices of devices whose parameters differ from those of the other replicas.
 
@@ -243,12 +243,12 @@ def _find_corruption(
     if not every or not (saving or should_run_every(step, every)):
         return ()
     activity = f"the comparison of devices after step {step}"
-    trainer.job.cluster.monitor.heartbeat(activity, SLOW_PHASE)  # compiled when it first runs
+    parts.job.cluster.monitor.heartbeat(activity, SLOW_PHASE)  # compiled when it first runs
     return tuple(devices_that_differ(state.params))
 
 
 def evaluate_and_sample(
-    trainer: Trainer, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
+    parts: LoopParts, step: int, state: TrainState, kinds: Sequence[str] = EVAL_RECORDS
 ) -> None:
     """Log an evaluation, a sample or both after a step.
 
@@ -261,18 +261,18 @@ def evaluate_and_sample(
         RuntimeError: if JAX fails.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
-    with trainer.job.report.clock.within("evaluation"):
+    with parts.job.report.clock.within("evaluation"):
         if "eval" in kinds:
             # Each of these is compiled when it first runs.
-            trainer.job.cluster.monitor.heartbeat(f"the evaluation after step {step}", SLOW_PHASE)
-            trainer.job.report.log(trainer.evaluate(step, state.params))
+            parts.job.cluster.monitor.heartbeat(f"the evaluation after step {step}", SLOW_PHASE)
+            parts.job.report.log(parts.evaluate(step, state.params))
         if "sample" in kinds:
-            trainer.job.cluster.monitor.heartbeat(f"the sample after step {step}", SLOW_PHASE)
-            trainer.job.report.log(trainer.sample(step, state.params))
+            parts.job.cluster.monitor.heartbeat(f"the sample after step {step}", SLOW_PHASE)
+            parts.job.report.log(parts.sample(step, state.params))
 
 
 def save_checkpoint(
-    run: Run, trainer: Trainer, step: int, state: TrainState, failure: str = ""
+    run: Run, parts: LoopParts, step: int, state: TrainState, failure: str = ""
 ) -> None:
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
@@ -281,9 +281,9 @@ def save_checkpoint(
     `BrokenPipeError` on process 0 if the output pipe is closed.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
-    with trainer.job.report.clock.within("save"):
+    with parts.job.report.clock.within("save"):
         meta = {
-            **run.checkpoint_meta(trainer.loader, step),
-            **checkpoint_json(state, trainer.job.steps.mesh, trainer.job.cluster.size),
+            **run.checkpoint_meta(parts.loader, step),
+            **checkpoint_json(state, parts.job.steps.mesh, parts.job.cluster.size),
         } | ({"failure": failure} if failure else {})
-        trainer.job.checkpoints.save(step, checkpoint_tree(state), meta)
+        parts.job.checkpoints.save(step, checkpoint_tree(state), meta)

@@ -29,7 +29,7 @@ from jaxgpt.spikes.policy import (
     skipped_by_rewinds,
 )
 from jaxgpt.tracking.records import CorruptionRecord, DamageRecord, Record
-from jaxgpt.train.compiled import CompiledFunctions
+from jaxgpt.train.jitted import JittedFunctions
 from jaxgpt.train.reporting.metrics import StepMetrics
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.resume import missing_records, ranges_to_skip, resumed_batch_sizes
@@ -47,7 +47,7 @@ class Job(NamedTuple):
     """Parts of a run that stay the same across restarts."""
 
     cluster: ProcessGroup
-    steps: CompiledFunctions
+    steps: JittedFunctions
     checkpoints: Checkpoints
     report: Reporter
 
@@ -168,7 +168,7 @@ def _read_state(run: Run, job: Job) -> TrainState:
     return initial_state(job.steps, job.cluster)
 
 
-def initial_state(steps: CompiledFunctions, cluster: ProcessGroup) -> TrainState:
+def initial_state(steps: JittedFunctions, cluster: ProcessGroup) -> TrainState:
     """Return the state before the first step, initialized from train.seed.
 
     All processes must call this. Raises `RuntimeError` if JAX fails, for example because it
@@ -180,7 +180,7 @@ def initial_state(steps: CompiledFunctions, cluster: ProcessGroup) -> TrainState
 
 
 def load_weights(
-    folder: Path, step: int, steps: CompiledFunctions, cluster: ProcessGroup
+    folder: Path, step: int, steps: JittedFunctions, cluster: ProcessGroup
 ) -> TrainState:
     """Return the initial state, with parameters from a run's checkpoint or from converted weights.
 

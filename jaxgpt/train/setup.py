@@ -19,8 +19,8 @@ from jaxgpt.perf.profile import StepProfile
 from jaxgpt.runtime.compile_cache import CacheUse
 from jaxgpt.spikes.faults import check_faults, with_bit_flip
 from jaxgpt.tracking.records import EvalRecord, SampleRecord
-from jaxgpt.train.compiled import CompiledFunctions, make_steps
 from jaxgpt.train.evaluate import make_evaluator, make_sampler
+from jaxgpt.train.jitted import JittedFunctions, make_steps
 from jaxgpt.train.reporting.reporter import Reporter
 from jaxgpt.train.restart import Cause, Job, restart_from
 from jaxgpt.train.run_directory import Run
@@ -28,7 +28,7 @@ from jaxgpt.train.state import TrainState, checkpoint_tree
 from jaxgpt.train.step import Metrics
 
 
-class Trainer(NamedTuple):
+class LoopParts(NamedTuple):
     """The parts of a run that the training loop uses.
 
     They stay the same across restarts, except for the batch sizes of `loader`.
@@ -54,8 +54,8 @@ def set_up(
     stop: StopSignal,
     clock: Clock,
     checkpoints: Checkpoints,
-) -> tuple[Run, Trainer, TrainState] | None:
-    """Return the run, its trainer and the state to start from, or None if there is nothing to do.
+) -> tuple[Run, LoopParts, TrainState] | None:
+    """Return the run, its parts and the state to start from, or None if there is nothing to do.
 
     If there is nothing to do, this closes the run's log. If the newest checkpoint is damaged, the
     returned run resumes from an older one. `facts` is the result of `initialize_jax`. All processes
@@ -108,7 +108,7 @@ def set_up(
     cluster.barrier()
     report.compile_cache = str(cache_use)
     clock.enter("setup")
-    trainer = Trainer(
+    parts = LoopParts(
         job=job,
         train_step=with_bit_flip(train_step, config),
         loader=Loader.for_training(run.dataset, config, steps.batch_sharding),
@@ -118,16 +118,16 @@ def set_up(
         profile=StepProfile(run, cluster, train_step, report),
         ticks=itertools.count(1),
     )
-    return run, trainer, state
+    return run, parts, state
 
 
-def _layout_warnings(steps: CompiledFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
+def _layout_warnings(steps: JittedFunctions, cluster: ProcessGroup) -> tuple[str, ...]:
     """Return the warnings for `steps`, plus one if the `tensor` axis spans several hosts."""
     shape, hosts = MeshShape(**steps.mesh.shape), device_hosts(steps.mesh, cluster.hosts)
     return (*steps.warnings, *tensor_crosses_hosts_warning(shape, hosts))
 
 
-def _check_copies(config: Config, steps: CompiledFunctions) -> None:
+def _check_copies(config: Config, steps: JittedFunctions) -> None:
     """Raise `UsageError` if train.verify_interval is set but most parameters have no replica."""
     every = config.train.verify_interval
     if every > 0 and not has_replicas(steps.state_shapes.params):

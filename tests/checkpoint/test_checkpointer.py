@@ -17,7 +17,7 @@ from jaxgpt.checkpoint.checkpointer import Checkpoints, Save, restore_params
 from jaxgpt.checkpoint.metadata import DamagedCheckpoint, list_checkpoints
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.state import checkpoint_json, checkpoint_tree, state_from_checkpoint
 from jobs import META, flat
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxgpt.convert import names
+from jaxgpt.convert import names, safetensors
 from jaxgpt.convert.families import read_model, table_of
 from jaxgpt.convert.layout import slots
 from jaxgpt.convert.nanogpt import model_of
@@ -63,7 +63,7 @@ def peaks_above_idle(*arguments):
 
 
 @pytest.mark.long
-def test_two_gigabytes_are_converted_in_little_memory(tmp_path):
+def test_two_gigabytes_are_converted_in_little_memory(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINYLLAMA))
@@ -72,7 +72,8 @@ def test_two_gigabytes_are_converted_in_little_memory(tmp_path):
     size = 2 * sum(map(math.prod, shapes.values()))
     block = np.random.default_rng(0).normal(size=2**20).astype(np.float32)
     tensors = ((name, np.resize(block, shape)) for name, shape in shapes.items())
-    write_folder(folder, tensors, shapes, "bfloat16", size // 4 + 10**8)
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", size // 4 + 10**8)
+    write_folder(folder, tensors, shapes, "bfloat16")
     assert len(list(folder.glob("model-*-of-00004.safetensors"))) == 4
     there, _ = peaks_above_idle("from-hf", folder, "--out", tmp_path / "ours")
     back, _ = peaks_above_idle(

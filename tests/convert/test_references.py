@@ -20,8 +20,8 @@ from jaxgpt.convert.huggingface import to_hf
 from jaxgpt.data.batch import input_batch
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.generate import make_generate
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.restart import load_weights
 from jobs import limited_devices, scalars
 

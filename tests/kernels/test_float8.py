@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxgpt.config import UsageError, load_config, mesh_shape
 from jaxgpt.kernels.float8 import float8_matmul, float8_warnings, quantize
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps, step_options
+from jaxgpt.train.jitted import make_steps, step_options
 from jobs import limited_devices, trace
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2

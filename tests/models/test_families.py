@@ -17,7 +17,7 @@ from jaxgpt.models.rope import rope_frequencies
 from jaxgpt.models.transformer import GPT
 from jaxgpt.models.weights import count_parameters
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices
 
 SMALL = {"n_layer": 2, "n_embd": 24, "block_size": 20, "vocab_size": 37}

@@ -12,7 +12,7 @@ from jaxgpt.models.loss import OutputLayer, cross_entropy, loss_parts
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.plan.program import COMPILE_ONLY
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices
 
 pytestmark = pytest.mark.usefixtures("exact_products")

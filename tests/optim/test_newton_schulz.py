@@ -16,7 +16,7 @@ from jaxgpt.optim.parameters import Parameters
 from jaxgpt.parallel import sharding
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")

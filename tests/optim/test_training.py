@@ -13,7 +13,7 @@ from jaxgpt.optim import OPTIMIZERS
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.program import state_memory
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
 from jobs import META, flat, scalars, trace
 

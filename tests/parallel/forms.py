@@ -37,7 +37,7 @@ from jaxgpt.parallel import sharding
 from jaxgpt.parallel.schedule import merge_microbatches, run_all_blocks, split_microbatches
 from jaxgpt.parallel.tensor import ParallelContext
 from jaxgpt.perf.collectives import read_collectives
-from jaxgpt.train.compiled import make_steps, step_options, training_batch
+from jaxgpt.train.jitted import make_steps, step_options, training_batch
 from jaxgpt.train.state import init_state, optimizer_of, state_shapes
 from jaxgpt.train.step import weighted_mean
 

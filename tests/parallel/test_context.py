@@ -19,7 +19,7 @@ from jaxgpt.perf.hardware import DEVICES
 from jaxgpt.plan.advise import Estimator
 from jaxgpt.plan.program import COMPILE_ONLY
 from jaxgpt.train import sharded_model
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices, run, trace
 
 AXES = ("context",)

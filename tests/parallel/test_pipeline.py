@@ -13,7 +13,7 @@ from jaxgpt.parallel.pipeline import LayerGroups
 from jaxgpt.perf.collectives import read_collectives
 from jaxgpt.perf.hlo import parse_hlo
 from jaxgpt.plan.program import COMPILE_ONLY
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, trace, train_here
 
 SIZES = (

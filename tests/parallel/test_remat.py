@@ -4,7 +4,7 @@ import pytest
 
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices
 
 LAYERS = 3

@@ -11,7 +11,7 @@ from jaxgpt.parallel.sharding import (
     partition_spec,
 )
 from jaxgpt.plan.program import COMPILE_ONLY
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices
 
 

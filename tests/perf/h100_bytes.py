@@ -20,7 +20,7 @@ from forms import H100
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.perf.hlo import parse_hlo, read_operations
 from jaxgpt.perf.roofline import read_work
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 
 # One microbatch that fits on a GPU. Autotuning is off below, because it needs a GPU.
 STEPS = {

@@ -87,7 +87,7 @@ def test_operations_have_the_right_categories(profile):
 def compiled_step(mesh, *settings):
     """Return the HLO of a small model's training step."""
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.compiled import make_steps
+    from jaxgpt.train.jitted import make_steps
 
     config = load_config(
         "tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16",

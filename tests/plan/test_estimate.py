@@ -12,7 +12,7 @@ from jaxgpt.plan.advise import Estimator, search_layouts
 from jaxgpt.plan.estimate import layer_activations, memory_traffic
 from jaxgpt.plan.layout import MATMUL_EFFICIENCY, Plan, plan_layout
 from jaxgpt.plan.program import COMPILE_ONLY, Memory, Program, with_fewer_replicas
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.sharded_model import layer_groups
 from jobs import limited_devices
 

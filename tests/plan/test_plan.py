@@ -20,7 +20,7 @@ from jaxgpt.plan.program import Memory, Program
 from jaxgpt.plan.report import advice_report, plan_report
 from jaxgpt.plan.traffic import expected_traffic, sum_traffic
 from jaxgpt.runtime.allocator import USABLE
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices, run, scalars
 
 MODEL = (

@@ -24,7 +24,7 @@ from jaxgpt.config import (
     parse_args,
     skip_ranges,
 )
-from jaxgpt.convert import nanogpt, torch_file
+from jaxgpt.convert import nanogpt, safetensors, torch_file
 from jaxgpt.convert.families import read_model
 from jaxgpt.convert.safetensors import open_folder, write_folder
 from jaxgpt.data.batch_sizes import BatchSizes
@@ -48,8 +48,8 @@ from jaxgpt.spikes.report import rewind_line
 from jaxgpt.tracking.jsonl import JsonLines, Samples
 from jaxgpt.tracking.run_files import read_runs
 from jaxgpt.tracking.starts import start_rows
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.resume import check_resume, missing_records, saved_settings
 from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
 from jobs import SMALL, limited_devices, train_here
@@ -124,7 +124,9 @@ def home(tmp_path_factory):
     (home / "hf" / "config.json").write_text(json.dumps(LLAMA))
     arrays = {"a.weight": np.ones((4, 3), np.float32), "b": np.ones(7, np.float32)}
     shapes = {name: array.shape for name, array in arrays.items()}
-    write_folder(home / "hf", arrays.items(), shapes, "float32", 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "SHARD_BYTES", 40)
+        write_folder(home / "hf", arrays.items(), shapes, "float32")
     model_args = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, bias=False, vocab_size=9)
     if HAS_TORCH:
         import torch_files

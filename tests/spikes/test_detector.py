@@ -18,7 +18,7 @@ from jaxgpt.spikes.detector import (
     spike_state_to_json,
     spike_thresholds,
 )
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import flat, limited_devices, scalars
 
 SPIKE = SpikeConfig(window=32)

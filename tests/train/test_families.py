@@ -8,7 +8,7 @@ import pytest
 
 from jaxgpt.config import MeshShape, load_config
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices, scalars
 
 ROPE = ("model.norm=rmsnorm", "model.position=rope", "model.mlp=swiglu", "model.mlp_hidden=96")

@@ -14,8 +14,8 @@ from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import generate as generation
 from jaxgpt.train import inference
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.generate import make_generate, prompt_window
+from jaxgpt.train.jitted import make_steps
 from jobs import limited_devices
 
 V = 11

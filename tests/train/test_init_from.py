@@ -12,8 +12,8 @@ from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, config_from_file, parse_args
 from jaxgpt.convert import convert_in_subprocess
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
 from jaxgpt.train.init_from import initial_model
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.restart import load_weights
 from jaxgpt.train.run_directory import prepare_run
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, records, run, train_here

@@ -10,7 +10,7 @@ from jaxgpt.data.dataset import open_dataset
 from jaxgpt.data.loader import Loader
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.parallel.sharding import batch_sharding
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import SMALL, checkpoint_arrays, limited_devices, records, train_here
 
 PLAIN_SGD = (

@@ -162,7 +162,7 @@ def test_what_is_restored_is_bitwise_what_was_saved(forty):
     from jaxgpt.checkpoint.checkpointer import Checkpoints, restore_params
     from jaxgpt.config import MeshShape, load_config
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.compiled import make_steps
+    from jaxgpt.train.jitted import make_steps
     from jaxgpt.train.state import checkpoint_tree, state_from_checkpoint
 
     saved = checkpoint_arrays(forty, 30)
@@ -416,7 +416,7 @@ def params_of(out):
     from jaxgpt.checkpoint.checkpointer import restore_params
     from jaxgpt.config import load_config
     from jaxgpt.parallel.mesh import make_mesh
-    from jaxgpt.train.compiled import make_steps
+    from jaxgpt.train.jitted import make_steps
 
     config = load_config(*SMALL[1:]).replace(model__vocab_size=256)
     return restore_params(out, 20, make_steps(config, make_mesh(MeshShape(8))).state_shapes.params)

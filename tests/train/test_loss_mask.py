@@ -20,7 +20,7 @@ from jaxgpt.evaluate.split import Loss
 from jaxgpt.evaluate.trained import find_trained
 from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.reporting.corpora import corpus_means
 from jobs import limited_devices, records, scalars, train_here
 

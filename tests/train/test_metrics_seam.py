@@ -14,7 +14,7 @@ from jaxgpt.models import transformer
 from jaxgpt.models.transformer import GPT
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.train import step as step_module
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import SMALL, limited_devices, records, scalars, train_here
 from readme_code import ROOT, load_block, train_and_move
 

@@ -7,7 +7,7 @@ from jaxgpt.config import MeshShape, ModelConfig, UsageError, load_config
 from jaxgpt.models.weights import activation_bytes
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.perf.collectives import read_collectives
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.sharded_model import SLICE_BYTES, choose_n_slices
 from jobs import flat, limited_devices, scalars
 

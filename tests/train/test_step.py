@@ -18,7 +18,7 @@ from jaxgpt.models.transformer import gpt_graph
 from jaxgpt.optim import update as update_module
 from jaxgpt.optim.update import clip_by_norm
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps, step_options
+from jaxgpt.train.jitted import make_steps, step_options
 from jaxgpt.train.sharded_model import shard_model
 from jaxgpt.train.step import loss_and_gradients
 from jobs import trace

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxgpt.config import MeshShape, load_config, mesh_shape
 from jaxgpt.parallel.mesh import make_mesh
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jobs import FIGHT, scalars, trace
 
 pytestmark = pytest.mark.usefixtures("layouts_fit")

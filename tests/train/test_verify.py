@@ -14,7 +14,7 @@ from jaxgpt.config import MeshShape, UsageError, load_config, mesh_shape
 from jaxgpt.parallel.collectives import average_gradient
 from jaxgpt.parallel.mesh import make_mesh
 from jaxgpt.spikes.faults import flip_bit
-from jaxgpt.train.compiled import make_steps
+from jaxgpt.train.jitted import make_steps
 from jaxgpt.train.restart import DeviceFailed, after_corruption
 from jobs import SMALL, checkpoint_arrays, limited_devices, losses, records, train_here
 

@@ -17,7 +17,7 @@ from jaxgpt.perf.units import count
 from jaxgpt.runtime import initialize
 from jaxgpt.spikes.faults import describe_faults
 from jaxgpt.spikes.skip import SkipRanges
-from jaxgpt.train.compiled import CompiledFunctions
+from jaxgpt.train.jitted import JittedFunctions
 from jaxgpt.train.run_directory import Run
 
 SETTINGS_WIDTH = 100  # settings are wrapped at this width, not counting the section's name
@@ -26,7 +26,7 @@ USUAL_NOTES = ("compile cache: ", "GPU memory: ", "malloc: ", "time limit: none,
 
 
 def header_lines(
-    run: Run, steps: CompiledFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
+    run: Run, steps: JittedFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
 ) -> list[str]:
     """Return the first lines of a run's log; `facts` is the result of `initialize_jax`."""
     config, mesh, parallel, spike = run.config, steps.mesh, run.config.parallel, run.config.spike
@@ -74,7 +74,7 @@ def header_lines(
 
 
 def summary_lines(
-    run: Run, steps: CompiledFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
+    run: Run, steps: JittedFunctions, rates: Rates, facts: dict[str, Any], warnings: Sequence[str]
 ) -> list[str]:
     """Return the short header for the console: the main facts, and anything unusual.
 
@@ -139,7 +139,7 @@ def _optimizer_lines(config: Config) -> list[str]:
     ]
 
 
-def _batch_line(config: Config, steps: CompiledFunctions) -> str:
+def _batch_line(config: Config, steps: JittedFunctions) -> str:
     """Return a line about the global batch size and the batch size per device."""
     train, block_size = config.train, config.model.block_size
     n = train.gradient_accumulation_steps
@@ -152,7 +152,7 @@ def _batch_line(config: Config, steps: CompiledFunctions) -> str:
     )
 
 
-def _vocabulary_lines(run: Run, rates: Rates, steps: CompiledFunctions) -> list[str]:
+def _vocabulary_lines(run: Run, rates: Rates, steps: JittedFunctions) -> list[str]:
     """Return a line about unused tokens if the tokenizer uses at most half of the vocabulary."""
     model, tokenizer = run.config.model, run.dataset.tokenizer
     if tokenizer is None or tokenizer.vocab_size > model.vocab_size / 2:

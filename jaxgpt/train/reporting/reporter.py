@@ -40,7 +40,7 @@ from jaxgpt.tracking.records import (
 )
 from jaxgpt.tracking.starts import log_start
 from jaxgpt.tracking.train_line import HOST_METRICS, MetricFormat, clock_text, legend, train_line
-from jaxgpt.train.compiled import CompiledFunctions
+from jaxgpt.train.jitted import JittedFunctions
 from jaxgpt.train.reporting.corpora import CorpusLosses
 from jaxgpt.train.reporting.ending import ending_lines
 from jaxgpt.train.reporting.goodput import Goodput, goodput_line, read_goodput
@@ -59,7 +59,7 @@ class Reporter:
     `BrokenPipeError` if the output pipe is closed and `Console.outlive_reader` was not called.
     """
 
-    def __init__(self, run: Run, steps: CompiledFunctions, clock: Clock, cluster: ProcessGroup):
+    def __init__(self, run: Run, steps: JittedFunctions, clock: Clock, cluster: ProcessGroup):
         """Prepare the log of a run that starts after `run.resume_step`.
 
         The first call of `restart` opens the trackers. Raises `UsageError` if train.log_columns

@@ -54,7 +54,7 @@ FLOAT8_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_t
 
 
 @dataclass(frozen=True)
-class CompiledFunctions:
+class JittedFunctions:
     """A run's functions, and the shapes and shardings of its state and training batch.
 
     All functions except `make_decoder` are jitted.
@@ -115,7 +115,7 @@ def make_steps(
     on_cpu: bool | None = None,
     has_masks: bool = False,
     hosts: Sequence[int] | None = None,
-) -> CompiledFunctions:
+) -> JittedFunctions:
     """Build the functions of a run from a configuration with model.vocab_size set.
 
     Args:
@@ -172,7 +172,7 @@ def make_steps(
     jit_eval = functools.partial(
         jax.jit, in_shardings=(state_at.params, batch_at), out_shardings=whole
     )
-    return CompiledFunctions(
+    return JittedFunctions(
         model=model,
         mesh=mesh,
         attention="; ".join(filter(None, [f"{kernel} ({reason})", model.context_note])),
