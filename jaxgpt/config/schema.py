@@ -590,7 +590,11 @@ class Config:
 def sections() -> dict[str, type]:
     """Return the dataclass of each section, keyed by the section's name, such as `train`."""
     hints = typing.get_type_hints(Config)
-    return {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    return {
+        name: kind
+        for name, kind in hints.items()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }
 
 
 @functools.cache
