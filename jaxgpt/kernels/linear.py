@@ -50,9 +50,9 @@ def matmul_gradients(
     inputs = math.prod(w.shape[:n])
     x_NI, w_IO = x.reshape(-1, inputs), w.reshape(inputs, -1)
     dy_NO = dy.reshape(-1, w_IO.shape[1])
-    dx = jnp.matmul(dy_NO, w_IO.T, precision=precision)
-    dw = jnp.matmul(x_NI.T, dy_NO, precision=precision)
-    return dx.reshape(x.shape), dw.reshape(w.shape)
+    dx = jnp.matmul(dy_NO, w_IO.T, precision=precision).reshape(x.shape)
+    dw = jnp.matmul(x_NI.T, dy_NO, precision=precision).reshape(w.shape)
+    return dx, dw
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
