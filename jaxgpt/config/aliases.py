@@ -204,9 +204,14 @@ CONFIGS = by_word({
         "optimizer.learning_rate=1e-3 train.dtype=bfloat16"
     ),
 })  # fmt: skip
-# Maps the names of nanoGPT's configurations to its batch size and its number of microbatches, which
-# all processes share.
-NANOGPT_BATCHES = {"train_gpt2": ("12", "40"), "finetune_shakespeare": ("1", "32")}
+NANOGPT = "gpt2"  # the preset with the defaults of nanoGPT's train.py
+# Maps the names of nanoGPT's train.py and of its configurations to the batch size and the number of
+# microbatches, which all processes share.
+NANOGPT_BATCHES = {
+    "train": ("12", "40"),
+    "train_gpt2": ("12", "40"),
+    "finetune_shakespeare": ("1", "32"),
+}
 # Maps values of nanoGPT's --init_from to advice.
 _DOWNLOADED = "jaxgpt downloads no weights; download the model, and use train.init_from=hf:FOLDER"
 NANOGPT_WEIGHTS = dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), _DOWNLOADED)

@@ -390,11 +390,13 @@ def _set_megatron_batch(line: CommandLine, n_devices: int | None) -> None:
 def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | None) -> None:
     """Set the global batch size from nanoGPT's batch size and number of microbatches.
 
-    If only one of them is given, the other one is from nanoGPT's configuration.
+    If only one of them is given, the other one is from nanoGPT's configuration or train.py.
     """
     later, shown, words = line.other.later, line.shown, line.words
-    file = shown.get("config", "")
-    batch = aliases.NANOGPT_BATCHES.get(Path(file).stem) if "nanogpt" in programs else None
+    file = shown["config"] if "nanogpt" in programs else ""
+    if "config" not in words and line.default.config == aliases.NANOGPT:
+        file = "train.py"
+    batch = aliases.NANOGPT_BATCHES.get(Path(file).stem)
     if batch and "nanogpt_accumulation" in later and "train.batch_size" not in words:
         line.put("train.batch_size", [batch[0]], f"batch_size={batch[0]} in {file}")
     is_nanogpt = flag_name(shown.get("train.batch_size", "")) == "batch_size"

@@ -296,13 +296,13 @@ def train_command(
     set to false, arguments that are overridden by later ones, or MaxText's base.yml. If `argv`
     refers to a DeepSpeed configuration, that file is read.
     """
-    line = translate(argv, presets(), guesses=False, n_devices=n_devices)
+    line = translate(argv, presets(), guesses=False, n_devices=n_devices, preset=config)
     fixed = {key: words for key, words in line.words.items() if "$" not in " ".join(words)}
     wrong = {key: error for key, words in fixed.items() if (error := _error_in(key, words, {}))}
     given, left_out = _corrected(line, wrong)
-    default = config if line.default.config == "tiny" else line.default.config
-    if default is not None and "config" not in given:
-        given = {"config": [default], **given, **line.default.words}
+    default = line.default
+    if (config is not None or default.config != "tiny") and "config" not in given:
+        given = {"config": [default.config], **given, **default.words}
     remarks = [*line.notes, *_join_same([*line.problems, *wrong.values()])]
     if line.corrected:
         remarks.append(f"corrected: {', '.join(line.corrected)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from jaxgpt.config import aliases
-from jaxgpt.config.command_line import CommandLine
+from jaxgpt.config.command_line import CommandLine, Default
 from jaxgpt.config.errors import nearest
 from jaxgpt.config.other_programs import finish, put_all
 from jaxgpt.config.schema import settings
@@ -23,6 +23,7 @@ def translate(
     presets: Mapping[str, Path],
     guesses: bool = True,
     n_devices: int | None = None,
+    preset: str | None = None,
 ) -> CommandLine:
     """Return the settings that a command line describes.
 
@@ -36,8 +37,9 @@ def translate(
         guesses: Replace an unknown key with its probable meaning. If False, replace only misspelled
             keys, and leave out other unknown keys.
         n_devices: The number of devices, or None if it is unknown.
+        preset: The preset with the defaults of the program, if the program is known.
     """
-    line, ignored = CommandLine(), []
+    line, ignored = CommandLine(default=Default(preset or "tiny")), []
     for argument, shown, key, values in _arguments(argv, presets, line):
         value = " ".join(values)
         if not _is_known(key) and (meant := _meant_by(key, guesses)):

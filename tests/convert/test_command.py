@@ -179,6 +179,17 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
         ),
         ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
         ("torchrun --nproc_per_node=gpu train.py", "python -m jaxgpt.train --config gpt2"),
+        # nanoGPT's train.py has batch_size = 12 and gradient_accumulation_steps = 5 * 8.
+        (
+            "python train.py --batch_size=20",
+            "python -m jaxgpt.train --config gpt2 train.batch_size=800 "
+            "train.gradient_accumulation_steps=5",
+        ),
+        (
+            "torchrun --nproc_per_node=4 train.py --gradient_accumulation_steps=20",
+            "python -m jaxgpt.launch -n 4 -ppn 4 -- python -m jaxgpt.train --config gpt2 "
+            "train.batch_size=240 train.gradient_accumulation_steps=5",
+        ),
         (
             "deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt.py --seed 2",
             "python -m jaxgpt.launch -n 8 -ppn 4 -- python -m jaxgpt.train --config megatron "
