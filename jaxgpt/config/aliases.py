@@ -210,6 +210,7 @@ NANOGPT = "gpt2"  # the preset with the defaults of nanoGPT's train.py
 NANOGPT_BATCHES = {
     "train": ("12", "40"),
     "train_gpt2": ("12", "40"),
+    "train_shakespeare_char": ("64", "1"),
     "finetune_shakespeare": ("1", "32"),
 }
 # Maps values of nanoGPT's --init_from to advice.

@@ -400,7 +400,7 @@ def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | N
     if batch and "nanogpt_accumulation" in later and "train.batch_size" not in words:
         line.put("train.batch_size", [batch[0]], f"batch_size={batch[0]} in {file}")
     is_nanogpt = flag_name(shown.get("train.batch_size", "")) == "batch_size"
-    if batch and is_nanogpt and "nanogpt_accumulation" not in later:
+    if batch and batch[1] != "1" and is_nanogpt and "nanogpt_accumulation" not in later:
         later["nanogpt_accumulation"] = [batch[1]]
         shown["nanogpt_accumulation"] = f"gradient_accumulation_steps={batch[1]} in {file}"
     if "nanogpt_accumulation" not in later:

@@ -170,16 +170,19 @@ def test_nanogpt_s_microbatches_divide_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("flags", "n_devices", "expected"),
+    ("arguments", "n_devices", "expected"),
     [  # nanoGPT's config/train_gpt2.py has batch_size = 12 and gradient_accumulation_steps = 5 * 8
-        ("--batch_size=20", 4, ("800", "10")),
-        ("--batch_size=20", 16, ("800", "1")),
-        ("--gradient_accumulation_steps=8", 8, ("96", "1")),
-        ("", 8, (None, None)),  # the preset's 480 sequences
+        ("config/train_gpt2.py --batch_size=20", 4, ("800", "10")),
+        ("config/train_gpt2.py --batch_size=20", 16, ("800", "1")),
+        ("config/train_gpt2.py --gradient_accumulation_steps=8", 8, ("96", "1")),
+        ("config/train_gpt2.py", 8, (None, None)),  # the preset's 480 sequences
+        # config/train_shakespeare_char.py has 64 and 1
+        ("config/train_shakespeare_char.py --gradient_accumulation_steps=4", 2, ("256", "2")),
+        ("config/train_shakespeare_char.py --batch_size=12", 2, ("12", None)),
     ],
 )
-def test_nanogpt_s_batch_is_multiplied_by_its_default_accumulation(flags, n_devices, expected):
-    line = translate(["config/train_gpt2.py", *flags.split()], presets(), n_devices=n_devices)
+def test_nanogpt_s_batch_is_multiplied_by_its_default_accumulation(arguments, n_devices, expected):
+    line = translate(arguments.split(), presets(), n_devices=n_devices)
     keys = "train.batch_size", "train.gradient_accumulation_steps"
     assert tuple(line.words.get(key, [None])[0] for key in keys) == expected
 
