@@ -205,11 +205,10 @@ CONFIGS = by_word({
     ),
 })  # fmt: skip
 NANOGPT = "gpt2"  # the preset with the defaults of nanoGPT's train.py
-# Maps the names of nanoGPT's train.py and of its configurations to the batch size and the number of
-# microbatches, which all processes share.
+# Maps the names of nanoGPT's configurations to its batch size and its number of microbatches, which
+# all processes share.
 NANOGPT_BATCHES = {
-    "train": ("12", "40"),
-    "train_gpt2": ("12", "40"),
+    "train_gpt2": ("12", "40"),  # also the defaults of train.py
     "train_shakespeare_char": ("64", "1"),
     "finetune_shakespeare": ("1", "32"),
 }

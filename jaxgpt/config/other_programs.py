@@ -70,6 +70,8 @@ def finish(line: CommandLine, presets: Mapping[str, Path], n_devices: int | None
         line.default = next((new for new in DEFAULTS if new.config in programs), line.default)
         if line.words.keys() & BATCH_SIZES:
             line.default = line.default._replace(words={})
+        if line.default.config == aliases.NANOGPT:
+            programs.add("nanogpt")
     _set_data(line)
     if "split" in later:
         _set_split(line)
@@ -116,6 +118,13 @@ def _set_config(line: CommandLine, presets: Mapping[str, Path]) -> None:
     if name in presets or (is_own and name.endswith((".yaml", ".yml"))):
         return
     stem = Path(name).stem
+    if name.endswith(".py") and stem not in aliases.NANOGPT_BATCHES:
+        why = "a nanoGPT .py file is not read; give its settings as flags"
+        if stem.startswith("eval_"):
+            why = "use python -m jaxgpt.evaluate --run FOLDER, or --run hf:FOLDER for GPT-2"
+        line.leave_out(line.shown["config"], f"{line.shown['config']}: {why}")
+        line.words["config"] = [aliases.NANOGPT]
+        return
     plain = {re.sub("[-_]", "", preset): preset for preset in presets}
     same = plain.get(re.sub("[-_]", "", stem.removeprefix("train_")))
     text = aliases.CONFIGS.get(stem) or (f"config={same}" if same else "")
@@ -393,10 +402,10 @@ def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | N
     If only one of them is given, the other one is from nanoGPT's configuration or train.py.
     """
     later, shown, words = line.other.later, line.shown, line.words
-    file = shown["config"] if "nanogpt" in programs else ""
-    if "config" not in words and line.default.config == aliases.NANOGPT:
-        file = "train.py"
-    batch = aliases.NANOGPT_BATCHES.get(Path(file).stem)
+    file, batches, batch = shown.get("config", ""), aliases.NANOGPT_BATCHES, None
+    if "nanogpt" in programs:
+        file = file if Path(file).stem in batches else "train.py"
+        batch = batches.get(Path(file).stem, batches["train_gpt2"])
     if batch and "nanogpt_accumulation" in later and "train.batch_size" not in words:
         line.put("train.batch_size", [batch[0]], f"batch_size={batch[0]} in {file}")
     is_nanogpt = flag_name(shown.get("train.batch_size", "")) == "batch_size"

@@ -218,7 +218,8 @@ ANSWERED = [
     ("--init_from=gpt2-xl --seed 2", "train.init_from=hf:FOLDER", "train.seed=2"),
     ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER", None),
     ("--decay_lr=False", "optimizer.schedule=constant", None),
-    ("config/mine.py", "config=config/mine.py: no such file or preset", None),
+    ("config/mine.py", "config/mine.py: a nanoGPT .py file is not read", "--config gpt2"),
+    ("config/eval_gpt2.py --seed 2", "use python -m jaxgpt.evaluate", "train.seed=2"),
     # wordplay
     ("train.init_from=resume", "--out FOLDER", None),
     ("+experiment=nope --seed 2", "shakespeare, owt, gpt2", "train.seed=2"),

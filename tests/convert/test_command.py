@@ -256,6 +256,26 @@ def test_flags_without_an_equivalent_are_named(capsys):
     assert "note: left out: --weird=1" in notes
 
 
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("train", "a nanoGPT .py file is not read"),
+        ("my_own", "a nanoGPT .py file is not read; give its settings as flags"),
+        ("train_tiny", "a nanoGPT .py file is not read"),  # not the preset tiny
+        ("eval_gpt2", "use python -m jaxgpt.evaluate"),
+    ],
+)
+def test_a_python_file_with_settings_is_left_out(name, advice, exists, tmp_path, capsys):
+    file, mark = tmp_path / f"{name}.py", tmp_path / "mark"
+    if exists:
+        file.write_text(f"open({str(mark)!r}, 'w')\nbatch_size = 2\n")
+    command, notes = convert(capsys, f"python train.py {file} --batch_size=3", status=1)
+    assert command.startswith("python -m jaxgpt.train --config gpt2 train.batch_size=120 ")
+    assert f"note: {file}: {advice}" in notes and f"note: left out: {file}\n" in notes
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize("own", ["$@", '"$@"', "$*", '"${@}"', '"${@:2}"'])
 def test_the_script_s_own_arguments_are_left_out(capsys, own):
     script = f"torchrun pretrain_gpt.py {own} --num-layers 2 --deepspeed {own}\n"
