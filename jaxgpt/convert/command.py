@@ -10,9 +10,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxgpt.cluster.hardware import VISIBLE_VARIABLES
 from jaxgpt.config import UsageError, in_words, shorten, train_command
 
 # Maps part of a program's name, or a whole name that ends with .py, to the preset with that
@@ -36,6 +37,8 @@ HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines"}
 N_IS_HOSTS = {"srun", "sbatch", "flux"}  # for other launchers, -N is the processes per host
 ONE_PER_HOST = {"srun", "flux", "torchrun", "torch.distributed.run", "torch.distributed.launch"}
 PYTHON = {"-m", "-u"}  # Python's own options
+# Environment variables, and prefixes of variables, that choose devices or set JAX's options.
+FOR_DEVICES = (*VISIBLE_VARIABLES, "JAX_", "XLA_")
 TESTS = ("if ", "elif ", "case ", "while ", "for ", "[", "test ")
 OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -100,6 +103,8 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
             if conditions:
                 remark = "conditions in the script are not evaluated: all branches were read"
                 print(f"note: {remark}", file=sys.stderr)
+            before = [_ASSIGNMENT.fullmatch(word) for word in parts[: found[0]]]
+            _note_device_variables(variables | {match[1]: match[3] for match in before if match})
             line, left_out = _convert(parts, *found)
             return [line], left_out
     raise UsageError(
@@ -248,6 +253,14 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
             file=sys.stderr,
         )
     return f"{prefix}{line}", left_out
+
+
+def _note_device_variables(variables: Mapping[str, str]) -> None:
+    """Print a note that lists the variables that the new command needs to use the same devices."""
+    needed = [name for name in variables if name.startswith(FOR_DEVICES)]
+    if needed:
+        settings = " ".join(f"{name}={_quote(variables[name])}" for name in needed)
+        print(f"note: set {settings} before the new command, too", file=sys.stderr)
 
 
 def _quote(word: str) -> str:

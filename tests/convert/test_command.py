@@ -256,6 +256,26 @@ def test_flags_without_an_equivalent_are_named(capsys):
     assert "note: left out: --weird=1" in notes
 
 
+@pytest.mark.parametrize(
+    ("script", "variables"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 python train.py", "CUDA_VISIBLE_DEVICES=0"),
+        ("export CUDA_VISIBLE_DEVICES=1; python train.py", "CUDA_VISIBLE_DEVICES=1"),
+        (
+            "GPUS=2,3 && mpiexec -n 2 -x HIP_VISIBLE_DEVICES=$GPUS python train.py",
+            "HIP_VISIBLE_DEVICES=2,3",
+        ),
+        (
+            "export JAX_PLATFORMS=cpu\nXLA_FLAGS='--xla_a=1 --xla_b=2' python -m jaxgpt.train",
+            "JAX_PLATFORMS=cpu XLA_FLAGS='--xla_a=1 --xla_b=2'",
+        ),
+    ],
+)
+def test_a_note_lists_the_variables_that_choose_devices(script, variables, capsys):
+    _, notes = convert(capsys, script)
+    assert f"note: set {variables} before the new command, too\n" in notes
+
+
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize(
     ("name", "advice"),
