@@ -28,6 +28,15 @@ PROGRAMS = {
     "jaxgpt": None,
     "train.py": "gpt2",  # nanoGPT
 }
+# Maps options of nanoGPT's sample.py to those of jaxgpt.sample.
+SAMPLE = {
+    "out_dir": "run", "start": "prompt", "num_samples": "num-samples",
+    "max_new_tokens": "max-new-tokens", "temperature": "temperature", "top_k": "top-k",
+    "seed": "seed",
+}  # fmt: skip
+# Defaults of sample.py that differ from those of jaxgpt.sample.
+SAMPLE_DEFAULTS = {"out_dir": "out", "num_samples": "10", "max_new_tokens": "500"}
+SAMPLE_IGNORED = ("device", "dtype", "compile", "init_from=resume")
 # Launcher options for the number of processes, processes per host, and hosts.
 TOTAL = {"-n", "-np", "--ntasks", "--num_processes"}
 PER_HOST = {
@@ -67,12 +76,13 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
 
     Returns the command (a list of one string) and the omitted arguments that would change the run.
     `words` holds a script's path, a command line as one string, or the words of a command line.
-    Only the first call of a program in `PROGRAMS` is converted. Notes about changed, ignored or
-    omitted arguments are printed to stderr.
+    Only the first call of a program in `PROGRAMS` is converted or, if there is none, the first call
+    of nanoGPT's sample.py or prepare.py. Notes about changed, ignored or omitted arguments are
+    printed to stderr.
 
     Raises:
-        UsageError: if no program in `PROGRAMS` is called, if the script cannot be read, or if a
-            number of processes or hosts has more than 18 digits.
+        UsageError: if none of these programs is called, if prepare.py has no equivalent, if the
+            script cannot be read, or if a number of processes or hosts has more than 18 digits.
     """
     shown, text = " ".join(words), shlex.join(words) if len(words) > 1 else "".join(words)
     if len(words) == 1 and os.path.isfile(text):  # a command line may be too long to be a path
@@ -83,7 +93,7 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     elif len(words) == 1 and text.endswith(".sh") and " " not in text and not _program([text]):
         raise UsageError(f"convert: {shown}: no such file; give a script or a command line")
     variables: dict[str, str] = {}
-    conditions, tested = False, set()
+    conditions, tested, script = False, set(), None
     for statement, is_conditional in _statements(text):
         if statement.startswith(TESTS):
             conditions = True  # -z is true if a variable is not set
@@ -107,6 +117,10 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
             _note_device_variables(variables | {match[1]: match[3] for match in before if match})
             line, left_out = _convert(parts, *found)
             return [line], left_out
+        script = script or _nanogpt_script(raw)
+    if script is not None:
+        line, left_out = _sample(script) if script[0].endswith("sample.py") else _prepare(script[0])
+        return [line], left_out
     raise UsageError(
         f"convert: {shown or 'command'}: calls none of {', '.join(PROGRAMS)}; give a command line "
         "or a script that calls one of them directly"
@@ -222,16 +236,56 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
     return None
 
 
+def _nanogpt_script(parts: list[str]) -> list[str] | None:
+    """Return a call of nanoGPT's sample.py or prepare.py: the script's path and its arguments."""
+    names = [word.rpartition("/")[2] for word in parts]
+    index = next((i for i, name in enumerate(names) if name in ("sample.py", "prepare.py")), None)
+    return None if index is None else [parts[index], *_arguments(parts[index + 1 :])]
+
+
+def _sample(script: list[str]) -> tuple[str, list[str]]:
+    """Convert a call of nanoGPT's sample.py, and print notes about omitted arguments.
+
+    Returns the jaxgpt.sample command and the omitted arguments.
+    """
+    given, left_out = dict(SAMPLE_DEFAULTS), []
+    for argument in script[1:]:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if equals and name in SAMPLE:
+            given[name] = value
+        elif equals and name == "init_from" and value.startswith("gpt2"):
+            left_out.append(argument)
+            print(f"note: {argument}: download the model, and use --run hf:FOLDER", file=sys.stderr)
+        elif not {name, f"{name}={value}"} & {*SAMPLE_IGNORED}:
+            left_out.append(argument)
+    if left_out:
+        print(f"note: left out: {', '.join(left_out)}", file=sys.stderr)
+    options = [f"--{SAMPLE[name]} {_quote(value)}" for name, value in given.items()]
+    return " ".join(["python -m jaxgpt.sample", *options]), left_out
+
+
+def _prepare(path: str) -> tuple[str, list[str]]:
+    """Convert a call of one of nanoGPT's data/NAME/prepare.py.
+
+    Raises `UsageError` if NAME is not a dataset that jaxgpt.prepare downloads.
+    """
+    name = Path(path).parent.name
+    if name != "shakespeare_char":
+        raise UsageError(
+            f"convert: {path}: use python -m jaxgpt.prepare text --input FILES --tokenizer FOLDER "
+            f"--name {name or 'NAME'}, where FOLDER holds the tokenizer, or python -m "
+            "jaxgpt.prepare shakespeare_char"
+        )
+    return "python -m jaxgpt.prepare shakespeare_char", []
+
+
 def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, list[str]]:
     """Convert the words of another program's command, and print notes.
 
     Returns the jaxgpt command and the omitted arguments.
     """
     launcher = [part for word in parts[:index] for part in _split_number(word)]
-    arguments = parts[index + 1 :]
-    ends = [i for i, word in enumerate(arguments) if re.match(r"[|;&>]|\d>", word)]
-    arguments = arguments[: min(ends, default=None)]
-    arguments = [word for word in arguments if not _SCRIPT_ARGUMENTS.fullmatch(word)]
+    arguments = _arguments(parts[index + 1 :])
     for word in launcher:  # MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
         if word.startswith(("CONFIG=", "CONFIG_FILE=")) and "run_train.sh" in parts[index]:
             arguments = ["--config", word.partition("=")[2], *arguments]
@@ -253,6 +307,13 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
             file=sys.stderr,
         )
     return f"{prefix}{line}", left_out
+
+
+def _arguments(words: list[str]) -> list[str]:
+    """Return a program's arguments without redirections and without those of the script."""
+    ends = [i for i, word in enumerate(words) if re.match(r"[|;&>]|\d>", word)]
+    words = words[: min(ends, default=None)]
+    return [word for word in words if not _SCRIPT_ARGUMENTS.fullmatch(word)]
 
 
 def _note_device_variables(variables: Mapping[str, str]) -> None:

@@ -178,6 +178,15 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
             "python -m jaxgpt.launch -n 8 -ppn 8 -- python -m jaxgpt.train --config gpt2",
         ),
         ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
+        (
+            "python data/shakespeare_char/prepare.py",
+            "python -m jaxgpt.prepare shakespeare_char",
+        ),
+        (  # nanoGPT's sample.py has num_samples = 10 and max_new_tokens = 500
+            "python sample.py --out_dir=a --start='O Romeo' --top_k=5 --device=cpu > log",
+            "python -m jaxgpt.sample --run a --num-samples 10 --max-new-tokens 500 "
+            "--prompt 'O Romeo' --top-k 5",
+        ),
         ("torchrun --nproc_per_node=gpu train.py", "python -m jaxgpt.train --config gpt2"),
         # nanoGPT's train.py has batch_size = 12 and gradient_accumulation_steps = 5 * 8.
         (
@@ -294,6 +303,25 @@ def test_a_python_file_with_settings_is_left_out(name, advice, exists, tmp_path,
     assert command.startswith("python -m jaxgpt.train --config gpt2 train.batch_size=120 ")
     assert f"note: {file}: {advice}" in notes and f"note: left out: {file}\n" in notes
     assert not mark.exists()
+
+
+def test_the_training_command_of_nanogpt_s_readme_is_converted(capsys):
+    names = "data/shakespeare_char/prepare.py", "train.py --n_layer=2", "sample.py --out_dir=a"
+    line, _ = convert(capsys, "\n".join(f"python {name}" for name in names))
+    assert line == "python -m jaxgpt.train --config gpt2 model.n_layer=2"
+
+
+def test_arguments_of_sample_py_without_an_equivalent_are_named(capsys):
+    line, notes = convert(capsys, "python sample.py --init_from=gpt2-xl --weird=1", status=1)
+    assert line == "python -m jaxgpt.sample --run out --num-samples 10 --max-new-tokens 500"
+    assert "use --run hf:FOLDER" in notes
+    assert "note: left out: --init_from=gpt2-xl, --weird=1\n" in notes
+
+
+def test_a_dataset_that_is_not_built_in_is_answered_with_the_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["command", "python data/openwebtext/prepare.py"])
+    assert "use python -m jaxgpt.prepare text --input FILES" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("own", ["$@", '"$@"', "$*", '"${@}"', '"${@:2}"'])
