@@ -15,6 +15,7 @@ from jaxgpt.config.other_programs import finish, put_all
 from jaxgpt.config.schema import settings
 from jaxgpt.config.values import describe, takes_many
 
+_IN_RUNS = ("config.yaml", "metrics.jsonl", "checkpoints")  # at least one is in a run directory
 _ON, _OFF = {"", "1", "true"}, {"0", "false"}  # values of other programs' flags
 
 
@@ -239,6 +240,12 @@ def _explain_word(
             word,
             f"{word}: is a shell script; to print jaxgpt's command for it, run "
             f"python -m jaxgpt.convert command {shlex.quote(word)}",
+        )
+    elif any(os.path.exists(os.path.join(word, name)) for name in _IN_RUNS):
+        line.leave_out(
+            word,
+            f"{word}: is a run directory; to resume the run, use --out {word}; to start a new run "
+            f"from its weights, use train.init_from={word}",
         )
     elif os.path.exists(word):
         line.leave_out(

@@ -134,6 +134,13 @@ def test_schedules_have_the_length_that_their_programs_would_use(line, expected)
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_a_run_directory_without_an_option_is_answered_with_out(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"to resume the run, use --out {tmp_path}; to start"):
+        parse(str(tmp_path))
+
+
 def test_an_own_file_s_schedule_is_kept(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text(load_config("tiny", "optimizer.warmup_iters=500").to_yaml())
