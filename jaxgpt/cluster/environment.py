@@ -144,6 +144,14 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     if given := environ.get(COORDINATOR):
         return _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", given)
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    size = read_int(environ, "WORLD_SIZE")
+    if unset and size is not None and size > 1:
+        raise UsageError(
+            f"WORLD_SIZE={size}: {' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not "
+            "set; set both to the host and a free port of process 0, or unset RANK and WORLD_SIZE "
+            "to run a single process"
+        )
     key = "MASTER_ADDR:MASTER_PORT"
     launch = _over_tcp(environ, "RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", f"{host}:{port}", key)
     if launch.through and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

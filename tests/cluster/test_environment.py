@@ -185,7 +185,18 @@ def test_torchruns_own_port_is_left_to_it():
             "JAXGPT_COORDINATOR=node..1:29500: must be host:port",
         ),
         ({"PMI_RANK": "one"}, "PMI_RANK=one"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR:MASTER_PORT=:: must be host:port"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "WORLD_SIZE=2: MASTER_ADDR and MASTER_PORT are not set; set both",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1"},
+            "WORLD_SIZE=2: MASTER_PORT is not set",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "x"},
+            "MASTER_ADDR:MASTER_PORT=node1:x: must be host:port",
+        ),
         (
             TORCHRUN
             | {
