@@ -73,6 +73,8 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
         if not bounds.contain(value):
             raise ValueError
         return value
+    if kind is int and not word.isdecimal() and float(word).is_integer():
+        word = f"{float(word):.0f}"  # 1e3 is a whole number
     value = {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
     if kind is float and not math.isfinite(value):
         raise ValueError

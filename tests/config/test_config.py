@@ -81,6 +81,21 @@ def test_a_configuration_survives_yaml_and_json():
     assert config_from_dict(config.to_dict(), "test") == config
 
 
+@pytest.mark.parametrize("number", ["1e3", "1000.0", "1.0e+3"])
+def test_a_whole_number_may_have_an_exponent(number, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"train: {{max_iters: {number}}}")
+    from_file = load_config(str(file)).train.max_iters
+    for given in (from_file, load_config("tiny", f"train.max_iters={number}").train.max_iters):
+        assert given == 1000 and type(given) is int
+
+
+@pytest.mark.parametrize("number", ["1.5", "1e-3", "1e400", "-1e3", "nan"])
+def test_a_number_with_a_fraction_is_not_a_whole_number(number):
+    with pytest.raises(UsageError, match="train.max_iters=.*: must be a whole number"):
+        load_config("tiny", f"train.max_iters={number}")
+
+
 def test_paths_and_numpy_numbers_are_valid_values():
     plain = load_config("tiny").replace(out="runs/a", train__seed=3)
     assert checked(plain.replace(out=Path("runs/a"), train__seed=np.int64(3))) == plain
