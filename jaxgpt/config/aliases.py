@@ -40,7 +40,7 @@ KEY_ALIASES = by_word({
     "eval_interval trainer.steps_per_eval": "train.eval_interval",
     "eval_iters": "train.eval_iters",
     "log_interval metrics.log_freq log_period": "train.log_interval",
-    "dtype": "train.dtype",
+    "dtype training.mixed_precision_param": "train.dtype",
     "seed training.seed trainer.seed": "train.seed",
     "init_from": "train.init_from",
     "wandb_project wandb.project train.wandb_project": "train.tracker_project",
@@ -79,6 +79,8 @@ KEY_ALIASES = by_word({
 # later.NAME    value that depends on other settings
 SETTINGS = by_word({
     "bf16": "train.dtype=bfloat16",
+    "wandb_log metrics.enable_wandb": "train.trackers=wandb",
+    "decay_lr": "later.decay_lr={}",
     "swiglu": "model.mlp=swiglu",
     "squared_relu": "model.mlp=relu2",
     "disable_bias_linear": "model.bias=False",
@@ -151,7 +153,7 @@ BROADER = (
 
 # Other programs' flags that have no effect here, whatever their value.
 IGNORED = frozenset("""
-    compile framework port ngpus precision use_wandb wandb_log wandb_save_dir
+    compile framework port ngpus precision use_wandb wandb_save_dir
     always_save_checkpoint device hardware local_rank distributed_backend
     tensorboard_dir log_timers_to_tensorboard log_optimizer_states_to_tensorboard
     group_query_attention max_position_embeddings no_position_embedding use_flash_attn
@@ -167,7 +169,7 @@ IGNORED = frozenset("""
     num_workers data_cache_path data_impl mock_data no_create_attention_mask_in_dataloader
     no_mmap_bin_files tiktoken_pattern vocab_file tokenizer_model profile profile_step_start
     profile_step_end profiler profiler_steps module job.description metrics.enable_tensorboard
-    metrics.enable_wandb compile.enable compile.components
+    compile.enable compile.components
     shuffle_sample shuffle_sample_in_corpus blend_sample_in_corpus dataset_type
     use_iota_embed reuse_example_batch max_segments_per_seq
     trainer.ray.auto_start_cluster trainer.eval_per_device_parallelism transformer_impl use_mics
@@ -288,7 +290,7 @@ KEY_SUGGESTIONS = by_word({
     "checkpointer.save_interval": "use checkpoint.interval_minutes=N",
     "eval_only": "use python -m jaxgpt.evaluate --run FOLDER, which evaluates on a whole split",
     "always_save_checkpoint": "checkpoint.interval and checkpoint.keep control saving",
-    "use_wandb wandb_log metrics.enable_wandb": "use train.trackers=wandb",
+    "use_wandb": "use train.trackers=wandb",
     "tensorboard_dir": "event files go to tensorboard/ in the run directory",
     # data
     "root_path": "use data.path=FOLDER",
@@ -310,7 +312,6 @@ KEY_SUGGESTIONS = by_word({
         "weights are always initialized as in GPT-2, with a standard deviation of 0.02"
     ),
     "make_vocab_size_divisible_by": "use model.vocab_size=N, the padded size",
-    "decay_lr": "use optimizer.schedule=constant for no decay, or cosine or wsd",
     "decay_ratio": "use optimizer.schedule=wsd optimizer.wsd_decay_iters=N, a number of steps",
     "min_lr_factor": "use optimizer.min_lr=X",
     "muon_lr decoupled_lr decoupled_min_lr": (

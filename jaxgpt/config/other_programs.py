@@ -457,6 +457,8 @@ def _set_schedule(line: CommandLine, programs: set[str]) -> None:
         else:
             unknown.add(key)
             line.leave_out(shown, f"{shown}: use {key}=N, a number of steps")
+    if "decay_lr" in later:
+        _set_no_decay(line)
     program, fraction = next((WARMUPS[name] for name in WARMUPS if name in programs), ("", ""))
     end_key, warmup_key = "optimizer.lr_decay_iters", "optimizer.warmup_iters"
     decays = words.get("optimizer.schedule") != ["constant"] and end_key not in unknown
@@ -488,6 +490,25 @@ def _set_schedule(line: CommandLine, programs: set[str]) -> None:
         else:
             line.put("optimizer.warmup_iters", [str(steps)], shown)
             line.notes.append(f"{shown}: means optimizer.warmup_iters={steps}")
+
+
+def _set_no_decay(line: CommandLine) -> None:
+    """Set a constant learning rate for nanoGPT's --decay_lr=False.
+
+    As in nanoGPT, there is no warm-up, and the options for warm-up and decay are ignored.
+    """
+    shown = line.shown["decay_lr"]
+    if line.other.later["decay_lr"][0].lower() != "false":
+        line.leave_out(shown, f"{shown}: must be True or False")
+        return
+    unused = [f"optimizer.{name}" for name in ("warmup_iters", "lr_decay_iters", "min_lr")]
+    ignored = [line.shown.pop(key) for key in unused if line.words.pop(key, None)]
+    line.put("optimizer.schedule", ["constant"], shown)
+    line.put("optimizer.warmup_iters", ["0"], shown)
+    without = f"; ignored: {', '.join(ignored)}" if ignored else ""
+    line.notes.append(
+        f"{shown}: means optimizer.schedule=constant optimizer.warmup_iters=0{without}"
+    )
 
 
 def _set_sizes(line: CommandLine, programs: set[str]) -> None:

@@ -26,6 +26,10 @@ WORKS = [
     ("--batch_size=12 --gradient_accumulation_steps=40", "train.batch_size", 480),
     ("--device=cpu --wandb_log=True --backend=nccl", "parallel.zero_stage", 3),
     ("--init_from=scratch --decay_lr=True", "train.init_from", None),
+    ("--wandb_log=True --wandb_project=a", "train.trackers", ("wandb",)),
+    ("--wandb_log=False", "train.trackers", ("tensorboard",)),
+    ("--decay_lr=False --warmup_iters=9 --min_lr=1e-5", "optimizer.schedule", "constant"),
+    ("--decay_lr=False --warmup_iters=9 --min_lr=1e-5", "optimizer.warmup_iters", 0),
     ("config/train_shakespeare_char.py", "config", "shakespeare_char"),
     ("config/train_gpt2.py", "model.n_layer", 12),
     # wordplay
@@ -144,6 +148,8 @@ WORKS = [
     ("--per_device_train_batch_size 8 --mesh 2,2,1", "train.batch_size", 32),
     # torchtitan
     ("--optimizer.name AdamW", "optimizer.name", "adamw"),
+    ("--training.mixed_precision_param bfloat16", "train.dtype", "bfloat16"),
+    ("--metrics.enable_wandb", "train.trackers", ("wandb",)),
     ("--training.steps 30 --training.seq_len 64", "train.max_iters", 30),
     ("--training.global_batch_size 48", "train.batch_size", 48),
     ("--optimizer.lr 3e-4", "optimizer.learning_rate", 3e-4),
@@ -217,7 +223,7 @@ ANSWERED = [
     ("--init_from=resume", "--out FOLDER", None),
     ("--init_from=gpt2-xl --seed 2", "train.init_from=hf:FOLDER", "train.seed=2"),
     ("--eval_only=True", "python -m jaxgpt.evaluate --run FOLDER", None),
-    ("--decay_lr=False", "optimizer.schedule=constant", None),
+    ("--decay_lr=maybe --seed 2", "must be True or False", "train.seed=2"),
     ("config/mine.py", "config/mine.py: a nanoGPT .py file is not read", "--config gpt2"),
     ("config/eval_gpt2.py --seed 2", "use python -m jaxgpt.evaluate", "train.seed=2"),
     # wordplay
