@@ -93,7 +93,7 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     elif len(words) == 1 and text.endswith(".sh") and " " not in text and not _program([text]):
         raise UsageError(f"convert: {shown}: no such file; give a script or a command line")
     variables: dict[str, str] = {}
-    conditions, tested, script = False, set(), None
+    conditions, tested, script = False, set(), []
     for statement, is_conditional in _statements(text):
         if statement.startswith(TESTS):
             conditions = True  # -z is true if a variable is not set
@@ -113,13 +113,14 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
             if conditions:
                 remark = "conditions in the script are not evaluated: all branches were read"
                 print(f"note: {remark}", file=sys.stderr)
-            before = [_ASSIGNMENT.fullmatch(word) for word in parts[: found[0]]]
-            _note_device_variables(variables | {match[1]: match[3] for match in before if match})
+            _note_device_variables(variables, parts)
             line, left_out = _convert(parts, *found)
             return [line], left_out
-        script = script or _nanogpt_script(raw)
-    if script is not None:
-        line, left_out = _sample(script) if script[0].endswith("sample.py") else _prepare(script[0])
+        if not script and _nanogpt_script(raw) is not None:
+            script = raw
+    if script:
+        _note_device_variables(variables, script)
+        line, left_out = _convert_script(script, _nanogpt_script(script))
         return [line], left_out
     raise UsageError(
         f"convert: {shown or 'command'}: calls none of {', '.join(PROGRAMS)}; give a command line "
@@ -236,20 +237,29 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
     return None
 
 
-def _nanogpt_script(parts: list[str]) -> list[str] | None:
-    """Return a call of nanoGPT's sample.py or prepare.py: the script's path and its arguments."""
+def _nanogpt_script(parts: list[str]) -> int | None:
+    """Return the index of nanoGPT's sample.py or prepare.py in a command, or None."""
     names = [word.rpartition("/")[2] for word in parts]
-    index = next((i for i, name in enumerate(names) if name in ("sample.py", "prepare.py")), None)
-    return None if index is None else [parts[index], *_arguments(parts[index + 1 :])]
+    return next((i for i, name in enumerate(names) if name in ("sample.py", "prepare.py")), None)
 
 
-def _sample(script: list[str]) -> tuple[str, list[str]]:
-    """Convert a call of nanoGPT's sample.py, and print notes about omitted arguments.
+def _convert_script(parts: list[str], index: int) -> tuple[str, list[str]]:
+    """Convert a call of the script that `_nanogpt_script` found.
+
+    Returns the jaxgpt command and the omitted arguments.
+    """
+    if parts[index].endswith("prepare.py"):
+        return _prepare(parts[index]), []
+    return _sample(_arguments(parts[index + 1 :]))
+
+
+def _sample(arguments: list[str]) -> tuple[str, list[str]]:
+    """Convert the arguments of nanoGPT's sample.py, and print notes about omitted arguments.
 
     Returns the jaxgpt.sample command and the omitted arguments.
     """
     given, left_out = dict(SAMPLE_DEFAULTS), []
-    for argument in script[1:]:
+    for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if equals and name in SAMPLE:
             given[name] = value
@@ -264,8 +274,8 @@ def _sample(script: list[str]) -> tuple[str, list[str]]:
     return " ".join(["python -m jaxgpt.sample", *options]), left_out
 
 
-def _prepare(path: str) -> tuple[str, list[str]]:
-    """Convert a call of one of nanoGPT's data/NAME/prepare.py.
+def _prepare(path: str) -> str:
+    """Return the jaxgpt command for one of nanoGPT's data/NAME/prepare.py.
 
     Raises `UsageError` if NAME is not a dataset that jaxgpt.prepare downloads.
     """
@@ -276,7 +286,7 @@ def _prepare(path: str) -> tuple[str, list[str]]:
             f"--name {name or 'NAME'}, where FOLDER holds the tokenizer, or python -m "
             "jaxgpt.prepare shakespeare_char"
         )
-    return "python -m jaxgpt.prepare shakespeare_char", []
+    return "python -m jaxgpt.prepare shakespeare_char"
 
 
 def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, list[str]]:
@@ -316,11 +326,16 @@ def _arguments(words: list[str]) -> list[str]:
     return [word for word in words if not _SCRIPT_ARGUMENTS.fullmatch(word)]
 
 
-def _note_device_variables(variables: Mapping[str, str]) -> None:
-    """Print a note that lists the variables that the new command needs to use the same devices."""
-    needed = [name for name in variables if name.startswith(FOR_DEVICES)]
+def _note_device_variables(variables: Mapping[str, str], words: list[str]) -> None:
+    """Print a note that lists the variables that the new command needs to use the same devices.
+
+    `variables` are set earlier in the script. `words` are those of the call, which may set others.
+    """
+    own = [match for match in map(_ASSIGNMENT.fullmatch, words) if match]
+    values = {**variables, **{match[1]: match[3] for match in own}}
+    needed = [name for name in values if name.startswith(FOR_DEVICES)]
     if needed:
-        settings = " ".join(f"{name}={_quote(variables[name])}" for name in needed)
+        settings = " ".join(f"{name}={_quote(values[name])}" for name in needed)
         print(f"note: set {settings} before the new command, too", file=sys.stderr)
 
 

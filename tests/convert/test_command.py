@@ -270,6 +270,7 @@ def test_flags_without_an_equivalent_are_named(capsys):
     [
         ("CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 python train.py", "CUDA_VISIBLE_DEVICES=0"),
         ("export CUDA_VISIBLE_DEVICES=1; python train.py", "CUDA_VISIBLE_DEVICES=1"),
+        ("CUDA_VISIBLE_DEVICES=0 python sample.py", "CUDA_VISIBLE_DEVICES=0"),
         (
             "GPUS=2,3 && mpiexec -n 2 -x HIP_VISIBLE_DEVICES=$GPUS python train.py",
             "HIP_VISIBLE_DEVICES=2,3",
