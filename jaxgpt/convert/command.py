@@ -25,7 +25,7 @@ PROGRAMS = {
     "torchtitan": None,
     "run_train.sh": None,
     "train_lm": None,
-    "jaxgpt": None,
+    "jaxgpt.train": None,
     "train.py": "gpt2",  # nanoGPT
 }
 # Maps options of nanoGPT's sample.py to those of jaxgpt.sample.
