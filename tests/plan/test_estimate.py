@@ -160,7 +160,7 @@ def test_memory_traffic_matches_programs_compiled_for_an_h100(
 @pytest.mark.parametrize(
     ("name", "device", "mesh", "options", "tokens_per_sec"),
     [
-        # Measured with jaxgpt (bench/README.md).
+        # Measured with jaxgpt (bench/DETAILS.md).
         ("gpt2", "h200", "1,1,1", (), 537_000),
         # llm.c, on one and on eight GPUs.
         ("gpt2", "h100", "1,1,1", (), 475_000),
