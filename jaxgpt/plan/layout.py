@@ -24,7 +24,7 @@ from jaxgpt.train.sharded_model import layer_groups
 
 # A step reaches these fractions of the dense peak FLOP/s and of the memory bandwidth. A large
 # matmul on an H100 reaches 0.8 of its peak, and copies reach 0.77 to 0.9 of the bandwidth of an
-# H100 or H200. plan/README.md compares the resulting estimates with measured speeds.
+# H100 or H200. plan/DETAILS.md compares the resulting estimates with measured speeds.
 MATMUL_EFFICIENCY = 0.7
 MEMORY_EFFICIENCY = 0.85
 # On a CPU device, whole steps reach this fraction of a large matmul's FLOP/s. Measured: 0.38 to
