@@ -2,7 +2,7 @@
 
 PRESET is a key of `STEPS`, by default gpt2. The step is compiled ahead of time, which needs `pip
 install 'jax[cuda12]'` but no GPU. Without a GPU, set JAX_PLATFORMS=cpu. The tables in
-jaxgpt/perf/README.md have the results.
+jaxgpt/perf/DETAILS.md have the results.
 """
 
 import sys

@@ -73,7 +73,7 @@ def test_the_minimum_time_is_the_larger_of_memory_and_compute_time():
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs jax[cuda12]"
 )
 def test_a_gpt2_step_on_an_h100_moves_no_more_bytes_than_recorded():
-    """The table in perf/README.md names each part."""
+    """The table in perf/DETAILS.md names each part."""
     script = Path(__file__).with_name("h100_bytes.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     printed = subprocess.check_output([sys.executable, script], env=environment, text=True)

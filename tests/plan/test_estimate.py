@@ -138,7 +138,7 @@ def test_a_ring_divides_the_scores_if_its_size_does_not_divide_the_heads(context
 @pytest.mark.parametrize(
     ("name", "rows", "length", "vocabulary", "counted"),
     [
-        # Bytes counted by h100_bytes.py in programs from XLA's compiler for H100s (perf/README.md).
+        # Bytes that h100_bytes.py counts in programs compiled for H100s (perf/DETAILS.md).
         ("gpt2", 24, 1024, 50257, 74.2e9),
         ("gpt2-xl", 8, 1024, 50257, 220.4e9),
         ("llama3.2-1b", 4, 4096, 128256, 228.0e9),
