@@ -230,7 +230,7 @@ def _check_dtype_is_known(dataset: Dataset) -> None:
             raise UsageError(
                 f"model.vocab_size={dataset.vocab_size}: {source.entry.path} has no meta.json, so "
                 "its tokens are read as uint16, but they seem to be uint32; write a meta.json with "
-                "their dtype (see jaxgpt/data/README.md), or prepare the data with python -m "
+                "their dtype (see jaxgpt/data/DETAILS.md), or prepare the data with python -m "
                 "jaxgpt.prepare"
             )
 

@@ -98,7 +98,7 @@ def test_uint32_tokens_are_not_read_as_uint16_without_a_meta_json(tmp_path):
     for split in ("train", "val"):
         np.arange(1000, dtype=np.uint16).tofile(small / f"{split}.bin")
     assert trained_on(small, "model.vocab_size=128256").size == 1000
-    content = b"{}"  # the meta.json in jaxgpt/data/README.md
+    content = b"{}"  # the meta.json in jaxgpt/data/DETAILS.md
     (tmp_path / "tokenizer.json").write_bytes(content)
     facts = {"file": "tokenizer.json", "sha256": hashlib.sha256(content).hexdigest()}
     facts |= {"type": "huggingface", "vocab_size": 128_256, "end_of_text": 128_001}
