@@ -106,8 +106,7 @@ def _count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, st
     """Compute train.batch_size from train.batch_size_per_device.
 
     Returns the new configuration, the number of devices, and a line for the log. All processes must
-    call this. Raises `UsageError` if the mesh does not fit the devices or the model, if
-    JAX_NUM_CPU_DEVICES is invalid, or if the batch is too large.
+    call this.
     """
     n_devices = count_devices(mesh_shape(config), cluster)
     shape = mesh_shape(config, n_devices)
@@ -117,8 +116,7 @@ def _count_batch(config: Config, cluster: ProcessGroup) -> tuple[Config, int, st
 def _earlier_saves(run: Run) -> list[dict[str, Any]]:
     """Return the last three `checkpoint` records in metrics.jsonl, oldest first.
 
-    The list is shorter if there are fewer records, and empty if there is no metrics.jsonl. Raises
-    `OSError` if metrics.jsonl cannot be read.
+    The list is shorter if there are fewer records, and empty if there is no metrics.jsonl.
     """
     metrics = run.directory / METRICS
     return read_records(metrics, "checkpoint")[-3:] if metrics.exists() else []

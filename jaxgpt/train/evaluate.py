@@ -32,7 +32,7 @@ def make_evaluator(
     0. If the data has several corpora, the record also has each corpus's losses (None if none of
     its targets were evaluated). Every call evaluates the same train.eval_iters microbatches of each
     split, and calls `heartbeat(activity)` after it starts each microbatch. All processes must call
-    the function. The function raises `UsageError` if the data is invalid or cannot be read.
+    the function.
     """
     loaders = {
         split: Loader.for_evaluation(dataset, split, config, steps.batch_sharding)
@@ -77,8 +77,7 @@ def make_sampler(
 
     The text is train.sample_prompt followed by train.sample_tokens tokens. Every call uses the same
     seed. The function returns None if the data has no tokenizer or train.sample_tokens is 0. All
-    processes must call the function. Raises `UsageError` if the tokenizer cannot encode
-    train.sample_prompt.
+    processes must call the function.
     """
     tokenizer, train = dataset.tokenizer, config.train
     if tokenizer is None or train.sample_tokens == 0:

@@ -191,7 +191,7 @@ def prompt_window(tokenizer: Tokenizer, prompt: str, block_size: int) -> tuple[n
 
     The tokens are int32 (P,). They are padded to a multiple of `PREFILL_CHUNK`, but not beyond
     `block_size`, so that prompts of similar lengths share a compiled function. The count excludes
-    the padding. Raises `UsageError` if the tokenizer cannot encode the prompt.
+    the padding.
     """
     tokens = prompt_tokens(tokenizer, prompt)[-block_size:]
     padded = -(-len(tokens) // PREFILL_CHUNK) * PREFILL_CHUNK

@@ -80,12 +80,6 @@ def prepare_weights(config: Config, dataset: Dataset, directory: Path) -> Initia
     the run directory. If the weights have a tokenizer, their `COMPANIONS` are copied to the run
     directory. In the returned config, the path in train.init_from is absolute. If the weights have
     a tokenizer file but the data has no tokenizer, data.tokenizer is also set.
-
-    Raises:
-        UsageError: if the weights or their tokenizer cannot be read, if the model does not match
-            the weights, if the conversion fails, or if the data has a different tokenizer and
-            data.accept_changes is not set.
-        OSError: if the tokenizer's file or the `COMPANIONS` cannot be copied.
     """
     given = str(config.train.init_from)
     key, saved = f"train.init_from={given}", _saved_model(given)
@@ -139,7 +133,7 @@ def _share_tokenizer(
     The `COMPANIONS` of the weights are copied into the run directory. If the data has no tokenizer
     but the weights have a tokenizer file, the run uses this file. If one of the tokenizers is
     unknown, the log lines include a warning. Raises `UsageError` if the tokenizers differ, unless
-    data.accept_changes is set, and `OSError` if a file cannot be copied.
+    data.accept_changes is set.
     """
     key, name = f"train.init_from={config.train.init_from}", dataset.sources[0].entry.key
     if meta["tokenizer"] is None:

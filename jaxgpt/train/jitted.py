@@ -127,12 +127,6 @@ def make_steps(
         on_cpu: whether to build the model for CPUs; by default, True if `mesh` has CPU devices.
         has_masks: whether batches have loss weights (`Dataset.has_masks`).
         hosts: the host number of each process, by rank. None means that all devices share a host.
-
-    Raises:
-        UsageError: if the kernel selected by model.attention cannot run (even if `attend` is
-            given), if the devices do not support train.matmul_dtype, if an option names an unknown
-            kernel, layer or optimizer, or if the size of the `tensor` axis does not divide the
-            number of heads or the MLP width.
     """
     device, described = mesh.devices.flat[0], weights(config.model)
     on_cpu = device.platform == "cpu" if on_cpu is None else on_cpu

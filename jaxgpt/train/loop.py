@@ -50,17 +50,8 @@ def train(
     The status is `exits.DONE`, `exits.STOPPED` (the run can be resumed) or `exits.FAILED` (the run
     cannot recover from loss spikes, non-finite steps or a faulty device). If no steps are left, it
     is `exits.FAILED` if the run failed at its newest checkpoint. `facts` is the result of
-    `initialize_jax`. All processes must call this.
-
-    Raises:
-        UsageError: if the configuration is invalid or does not fit the devices, if the data is
-            invalid, if the data or the initial weights cannot be read, if a checkpoint cannot be
-            restored or saved, or if another file of the run cannot be read or written.
-        OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
-            removed, or if the output pipe is closed. On other processes, if the temporary folder
-            for a profile cannot be created or removed.
-        ValueError: if JAX writes no trace for a profile.
-        RuntimeError: if JAX fails, for example because it runs out of memory.
+    `initialize_jax`. All processes must call this. On process 0, raises `BrokenPipeError` if the
+    output pipe is closed.
     """
     checkpoints = Checkpoints(run.directory, run.config, cluster, stop.allow_for_save)
     ready = set_up(run, cluster, facts, stop, clock, checkpoints)
@@ -103,9 +94,7 @@ def run_with_restarts(run: Run, state: TrainState, parts: LoopParts) -> StepsRes
     """Train until the run ends or stops; restart it after corruption or a loss spike.
 
     If the run cannot restart, the result has a `failure`. The caller must not use `state`
-    afterwards, because the first step donates it. All processes must call this. Raises the same
-    errors as `run_steps`, `before_spike`, `after_corruption` and `restart_from`, except `NoRewind`
-    and `DeviceFailed`.
+    afterwards, because the first step donates it. All processes must call this.
     """
     result, earlier = run_steps(run, state, parts), []
     while result.spike is not None or result.corrupted:
@@ -132,16 +121,8 @@ def run_steps(run: Run, state: TrainState, parts: LoopParts) -> StepsResult:
     """Train from the step after `run.resume_step` until the run ends, stops, fails or must restart.
 
     The first step donates `state`, so the caller must not use it afterwards. All saves have
-    finished when this returns. All processes must call this.
-
-    Raises:
-        UsageError: if the data is invalid or cannot be read, if startup.json cannot be written, or
-            if `Checkpoints.save` or `Checkpoints.close` raises it. After a failure, errors of saves
-            are only logged.
-        OSError: on process 0, if the output pipe is closed. On other processes, if the temporary
-            folder for a profile cannot be created or removed.
-        ValueError: if JAX writes no trace for a profile.
-        RuntimeError: if JAX fails, for example because it cannot write a profile.
+    finished when this returns. All processes must call this. After a failure, errors of saves are
+    only logged. On process 0, raises `BrokenPipeError` if the output pipe is closed.
     """
     config, report, checkpoints = run.config, parts.job.report, parts.job.checkpoints
     monitor, profile = parts.job.cluster.monitor, parts.profile
@@ -258,7 +239,6 @@ def evaluate_and_sample(
     Raises:
         UsageError: if the data is invalid or cannot be read.
         BrokenPipeError: on process 0, if the output pipe is closed.
-        RuntimeError: if JAX fails.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with parts.job.report.clock.within("evaluation"):
@@ -277,8 +257,8 @@ def save_checkpoint(
     """Start saving a checkpoint of a step; the caller may donate the state after this returns.
 
     If the run failed at this step, `failure` is the reason, which the checkpoint's JSON then
-    contains. All processes must call this. Raises the same errors as `Checkpoints.save`, and
-    `BrokenPipeError` on process 0 if the output pipe is closed.
+    contains. All processes must call this. On process 0, raises `BrokenPipeError` if the output
+    pipe is closed.
     """
     jax.block_until_ready(state)  # so that steps in flight count as step time
     with parts.job.report.clock.within("save"):

@@ -74,12 +74,7 @@ def restart_from(
         DamagedCheckpoint: if the checkpoint's arrays are damaged, and either no older checkpoint is
             undamaged or checkpoint.on_damage=refuse. Also raised if the arrays of the initial
             weights are damaged.
-        UsageError: if a file cannot be read, renamed or written; if the initial weights are
-            missing; or if rewinds.json, the checkpoint's JSON or the initial weights' JSON is
-            damaged or invalid.
-        OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
-            removed, or if the output pipe is closed.
-        RuntimeError: if JAX fails, for example because it runs out of memory.
+        BrokenPipeError: on process 0, if the output pipe is closed.
     """
     damaged = dict(run.damaged)
     while True:
@@ -122,7 +117,7 @@ def _as_of(
 ) -> Run:
     """Return a copy of the run with the checkpoint's JSON, steps to skip and missing records.
 
-    All processes must call this. Raises `UsageError` and `OSError`, as `restart_from` does.
+    All processes must call this.
     """
 
     def on_process_0() -> dict[str, Any]:
@@ -148,7 +143,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
     """Given a damaged checkpoint, return the newest earlier one with intact JSON.
 
     Return None if there is no such checkpoint, if `checkpoint` is None, or if
-    checkpoint.on_damage=refuse. Raises `UsageError` as `valid_checkpoints` does.
+    checkpoint.on_damage=refuse.
     """
     # If `checkpoint` is None, the initial weights are damaged.
     if checkpoint is None or run.config.checkpoint.on_damage == "refuse":
@@ -159,7 +154,7 @@ def _older_checkpoint(checkpoint: int | None, run: Run, cluster: ProcessGroup) -
 def _read_state(run: Run, job: Job) -> TrainState:
     """Return the state after `run.resume_step`, or the initial state if `resume_step` is None.
 
-    Raises the same errors as `restore_state` and `load_weights`.
+    Raises `DamagedCheckpoint` on every process if the arrays are damaged.
     """
     if run.resume_step is not None:
         return restore_state(job.checkpoints, run.resume_step, job.steps.state_shapes)
@@ -171,8 +166,7 @@ def _read_state(run: Run, job: Job) -> TrainState:
 def initial_state(steps: JittedFunctions, cluster: ProcessGroup) -> TrainState:
     """Return the state before the first step, initialized from train.seed.
 
-    All processes must call this. Raises `RuntimeError` if JAX fails, for example because it
-    runs out of memory.
+    All processes must call this.
     """
     init = steps.init.lower().compile()
     cluster.barrier()
@@ -190,9 +184,7 @@ def load_weights(
 
     Raises:
         DamagedCheckpoint: on every process, if the weight arrays are damaged.
-        UsageError: on every process, if the weights are missing, if any process cannot read them,
-            or if their JSON is damaged or belongs to another step.
-        RuntimeError: if JAX fails, for example because it runs out of memory.
+        UsageError: on every process, if the weights are missing.
     """
 
     def read() -> dict[str, Any]:
@@ -217,14 +209,7 @@ def before_spike(run: Run, job: Job, spike: StepMetrics, last: int) -> tuple[int
     """Return the checkpoint to rewind to after a loss spike, and the cause of the restart.
 
     The checkpoint is None for the state before the first step. `last` is the last completed step.
-    All processes must call this.
-
-    Raises:
-        NoRewind: on every process, if the run cannot rewind.
-        UsageError: on every process, if rewinds.json is damaged or unreadable, or if
-            `valid_checkpoints` raises it.
-        OSError: on process 0, if the run cannot rewind and the table of spikes cannot be read or
-            printed.
+    All processes must call this. Raises `NoRewind` on every process if the run cannot rewind.
     """
     record = job.report.spike_record(spike)
 

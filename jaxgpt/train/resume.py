@@ -41,8 +41,7 @@ def missing_records(config: Config, dataset: Dataset, step: int | None) -> list[
 
     `config.out` must be set. `step` is the checkpoint to resume from, or None for a new run. In a
     new run, records are due if train.eval_at_start is set, and metrics.jsonl is ignored. If a
-    resumed run has no metrics.jsonl, nothing counts as missing. Raises `OSError` if metrics.jsonl
-    cannot be read.
+    resumed run has no metrics.jsonl, nothing counts as missing.
     """
     metrics = Path(config.out) / METRICS
     due = list(EVAL_RECORDS)
@@ -61,7 +60,7 @@ def check_resume(
     """Check that a run can resume from a checkpoint; return log lines about changes.
 
     `step` is the step of the checkpoint, and `meta` its JSON metadata. Raises `UsageError` if the
-    run cannot resume from this checkpoint, or if the data cannot be read.
+    run cannot resume from this checkpoint.
     """
     checkpoint = directory / "checkpoints" / str(step)
     if meta.get(WEIGHTS_ONLY):
@@ -118,8 +117,7 @@ def _check_data(
     """Compare the data with a checkpoint's training data; return log lines.
 
     Raises `UsageError` if the sources, their tokens or the tokenizer differ, unless
-    data.accept_changes is set. A change of data.blend is only logged. Also raises `UsageError` if
-    the data cannot be read.
+    data.accept_changes is set. A change of data.blend is only logged.
     """
     saved, found = source_hashes(meta["data_fingerprint"]), source_hashes(dataset.fingerprints)
     tokenizers = meta["tokenizer"], dataset.tokenizer_meta
@@ -212,7 +210,7 @@ def source_hashes(fingerprints: list[list[str]]) -> list[str]:
 def saved_settings(directory: Path) -> dict[str, Any] | None:
     """Return the configuration in a run's newest undamaged checkpoint, for `parse_args`.
 
-    Return None if there is no such checkpoint. Raises `UsageError` as `valid_checkpoints` does.
+    Return None if there is no such checkpoint.
     """
     return newest_valid(directory)[1].get("config")
 
@@ -222,8 +220,7 @@ def with_moved_tokenizer(config: Config, directory: Path) -> Config:
 
     A run's data.tokenizer may be the run directory itself. If this path no longer exists, it is
     replaced with `directory`, provided that a checkpoint in `directory` has the same data.tokenizer
-    and was trained with the tokenizer in `directory`. Raises `UsageError` as `valid_checkpoints`
-    does, and if the tokenizer in `directory` cannot be loaded.
+    and was trained with the tokenizer in `directory`.
     """
     given = config.data.tokenizer
     if given is None or given == "byte" or os.path.exists(given):
@@ -240,7 +237,7 @@ def with_moved_tokenizer(config: Config, directory: Path) -> Config:
 def batch_sizes(directory: Path, config: Config) -> BatchSizes:
     """Return the batch sizes up to the newest checkpoint, followed by train.batch_size.
 
-    Checkpoints with damaged JSON are ignored. Raises `UsageError` as `valid_checkpoints` does.
+    Checkpoints with damaged JSON are ignored.
     """
     return resumed_batch_sizes(*newest_valid(directory), config)
 
@@ -264,8 +261,7 @@ def ranges_to_skip(
 
     The ranges include those skipped before the checkpoint. They have the format of
     train_range_to_skip: first, last, first, last, ... A range in `asked` causes a warning if some
-    of its steps were trained before the checkpoint was saved. Raises `UsageError` if the checkpoint
-    has an unknown or malformed setting.
+    of its steps were trained before the checkpoint was saved.
 
     Args:
         asked: the ranges in train_range_to_skip.

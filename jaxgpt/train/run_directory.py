@@ -138,14 +138,8 @@ def prepare_run(config: Config, cluster: ProcessGroup) -> Run:
     Process 0 makes all decisions and broadcasts them. It creates the run directory and, if the file
     system supports locks, locks it until the job ends. If necessary, it prepares the dataset
     `python` and the initial weights, and copies checkpoints from checkpoint.local. The other
-    processes then open the same data. All processes must call this.
-
-    Raises:
-        UsageError: on every process, if the configuration is invalid or does not fit the job, if
-            the data, the initial weights or the checkpoint cannot be used, or if the run directory
-            is locked or not writable.
-        OSError: on process 0, if metrics.jsonl cannot be read, or if the tokenizer's file or the
-            weights' `COMPANIONS` cannot be copied into the run directory.
+    processes then open the same data. All processes must call this. Any `UsageError` is raised on
+    every process.
     """
     decided = cluster.run_on_main(_decide, config, cluster)
 
@@ -180,10 +174,7 @@ def _check_same_data(dataset: Dataset, decided: dict[str, Any], is_first_of_host
 
 
 def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
-    """Return the decisions that process 0 makes for all processes, as a JSON-serializable dict.
-
-    Raises the same errors as `prepare_run`.
-    """
+    """Return the decisions that process 0 makes for all processes, as a JSON-serializable dict."""
     if not accelerator_expected():
         n_devices = cpu_devices_per_process(mesh_shape(config), cluster) * cluster.size
         check_batch(config, mesh_shape(config, n_devices))
@@ -255,7 +246,6 @@ def resumed(
     missing or damaged. If the data has no tokenizer, it gets the tokenizer of the run.
 
     `step` and `meta` are the step and the JSON of the checkpoint, or None and {} for a new run.
-    Raises whatever `check_resume`, `skipped_by_rewinds` and `with_tokenizer_of_run` raise.
     """
     asked, kept, lines = list(skip_ranges(config)), directory / "config.yaml", []
     try:
@@ -282,10 +272,10 @@ def _check_prompt(prompt: str, dataset: Dataset) -> None:
 
 
 def open_run_data(config: Config) -> Dataset:
-    """Open the data of a run. Raises `UsageError` as `open_dataset` and `with_moved_tokenizer` do.
+    """Open the data of a run.
 
-    If train.init_from is set and the data's vocabulary is larger than model.vocab_size, the error
-    message starts with train.init_from instead of model.vocab_size.
+    If train.init_from is set and the data's vocabulary is larger than model.vocab_size, raises a
+    `UsageError` whose message starts with train.init_from instead of model.vocab_size.
     """
     if config.out:
         config = with_moved_tokenizer(config, Path(config.out))
@@ -309,7 +299,7 @@ def with_tokenizer_of_run(
     """Return the config and the dataset, with a tokenizer if the run directory has one.
 
     If the data has no tokenizer, the run uses the tokenizer file that was copied from the initial
-    weights. Raises `UsageError` if this file or the data cannot be read.
+    weights.
     """
     file = (meta["tokenizer"] or {}).get("file")
     if dataset.tokenizer is not None or file is None or not (directory / file).exists():
@@ -346,7 +336,7 @@ def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return the data settings with absolute paths, and with any file list converted to `blend`.
 
     Each line of `blend` also names its corpus. If data.tokenizer is not the path of an existing
-    file or folder, it stays unchanged. Raises `UsageError` as `entries` does.
+    file or folder, it stays unchanged.
     """
     if data.path is not None:
         data = dataclasses.replace(data, path=str(Path(data.path).absolute()))

@@ -59,17 +59,7 @@ def set_up(
 
     If there is nothing to do, this closes the run's log. If the newest checkpoint is damaged, the
     returned run resumes from an older one. `facts` is the result of `initialize_jax`. All processes
-    call this together.
-
-    Raises:
-        UsageError: if a setting is invalid or does not fit the devices or their memory, if a
-            checkpoint does not fit on the disk, if a file of the run cannot be read or written, or
-            if the initial weights cannot be read.
-        DamagedCheckpoint: if all checkpoints or the arrays of the initial weights are damaged, or
-            if the newest checkpoint is damaged and checkpoint.on_damage=refuse.
-        OSError: on process 0, if metrics.jsonl cannot be read, if an abandoned checkpoint cannot be
-            removed, or if the output pipe is closed.
-        RuntimeError: if JAX fails, for example because it runs out of memory.
+    call this together. On process 0, raises `BrokenPipeError` if the output pipe is closed.
     """
     clock.enter("setup")
     config = run.config

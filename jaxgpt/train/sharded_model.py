@@ -122,10 +122,6 @@ def shard_model(
         n_slices: number of slices that each device's part of a microbatch is split into.
         on_cpu: whether the devices are CPUs.
         hosts: the host number of each process, by rank. None means that all devices share a host.
-
-    Raises:
-        UsageError: if the size of the `tensor` axis does not divide the number of heads or the MLP
-            width, or if a model option names an unknown layer.
     """
     parallel = config.parallel
     tensor_axes = mesh_axes_with("splits_heads", mesh)
@@ -242,8 +238,7 @@ def choose_n_slices(config: Config, mesh: Mesh) -> int:
     CPUs. The result divides the number of rows. On a logarithmic scale, it brings the size of a
     slice's activations as close as possible to `SLICE_BYTES` or to `GRADIENTS_PER_SLICE` times the
     size of the gradients, whichever is larger. If any axis except `data` is larger than 1, the
-    result is 1, because each slice would add communication. model.vocab_size must be set. Raises
-    `UsageError` as `activation_bytes` does.
+    result is 1, because each slice would add communication. model.vocab_size must be set.
     """
     shape = MeshShape(**mesh.shape)
     if not shape.splits_only_batch:

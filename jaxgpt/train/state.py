@@ -47,8 +47,7 @@ class TrainState(NamedTuple):
 def optimizer_of(config: Config) -> optax.GradientTransformation:
     """Return a run's optimizer for unsharded parameters.
 
-    It does not apply the learning rate. model.vocab_size must be set. Raises `UsageError` as
-    `make_optimizer` and `weights` do.
+    It does not apply the learning rate. model.vocab_size must be set.
     """
     return make_optimizer(config.optimizer, Parameters(weights(config.model)))
 
@@ -56,7 +55,7 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 def init_state(config: Config) -> TrainState:
     """Return the state before the first step, with parameters initialized from train.seed.
 
-    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
+    model.vocab_size must be set.
     """
     stacked = stacked_in_host if config.parallel.offload == "state" else nnx.vmap
     network = GPT(config.model, stacked=stacked, rngs=nnx.Rngs(params=config.train.seed))
@@ -67,7 +66,7 @@ def state_of(config: Config, params: Params) -> TrainState:
     """Return the state before the first step, with the given parameters.
 
     A learned position-embedding table is truncated to its first model.block_size rows.
-    model.vocab_size must be set. Raises `UsageError` as `optimizer_of` does.
+    model.vocab_size must be set.
     """
     if "position_embedding" in params:
         w_TD = to_device(params["position_embedding"]["embedding"])[: config.model.block_size]
@@ -85,7 +84,6 @@ def state_shapes(config: Config, mesh: Mesh) -> TrainState:
 
     parallel.zero_stage determines how the parameters and the optimizer state are sharded, and
     parallel.offload determines which of them are in host memory. model.vocab_size must be set.
-    Raises `UsageError` if an option names an unknown layer or optimizer.
     """
     zero_stage, described = config.parallel.zero_stage, weights(config.model)
     offload = config.parallel.offload
@@ -151,7 +149,8 @@ def state_from_checkpoint(
 def restore_state(checkpoints: Checkpoints, step: int, shapes: TrainState) -> TrainState:
     """Return the state that was saved after `step`, with the shapes and shardings of `shapes`.
 
-    All processes must call this. Raises the same errors as `Checkpoints.restore`.
+    All processes must call this. Raises `DamagedCheckpoint` on every process, as
+    `Checkpoints.restore` does.
     """
     return state_from_checkpoint(*checkpoints.restore(step, checkpoint_tree(shapes)), shapes)
 

@@ -62,8 +62,7 @@ class Reporter:
     def __init__(self, run: Run, steps: JittedFunctions, clock: Clock, cluster: ProcessGroup):
         """Prepare the log of a run that starts after `run.resume_step`.
 
-        The first call of `restart` opens the trackers. Raises `UsageError` if train.log_columns
-        contains an unknown name.
+        The first call of `restart` opens the trackers.
         """
         self.clock, self._cluster = clock, cluster
         self.compile_cache = "not used"  # for the start-up report; see `startup_report`
@@ -95,8 +94,7 @@ class Reporter:
 
         Process 0 also appends a line to starts.jsonl. If the log is new, the legend of the training
         lines follows the header. Without a terminal, the legend is printed only if train.verbose is
-        set. `facts` is the result of `initialize_jax`. Raises `UsageError` on process 0 if
-        cluster.json or config.yaml cannot be written.
+        set. `facts` is the result of `initialize_jax`.
         """
         if not self._enabled:
             return
@@ -146,7 +144,7 @@ class Reporter:
         """Write config.yaml, log the start of training, and start timing the steps.
 
         Only process 0 writes config.yaml. Call this once, before the first step. `loader` reads the
-        training batches. Raises `UsageError` on process 0 if config.yaml cannot be written.
+        training batches.
         """
         if self._cluster.is_main:
             self._keep_config()
@@ -208,8 +206,7 @@ class Reporter:
 
         `known` is the result of `MetricsBuffer.read` for this step. All processes must call this
         together. After the first training step, this waits for the step to finish, gathers the
-        start-up times of all processes and writes startup.json. Raises `UsageError` on process 0 if
-        startup.json cannot be written.
+        start-up times of all processes and writes startup.json.
         """
         train = self._config.train
         is_first = metrics is not None and not self._has_stepped
@@ -314,8 +311,6 @@ class Reporter:
         """Continue from `run.resume_step`, drop later steps from every tracker, and log `records`.
 
         The first call opens the trackers instead of rewinding them. `records` explain the restart.
-        On process 0, the first call raises the same errors as `Trackers`, and later calls raise
-        `UsageError` if config.yaml cannot be written.
         """
         self._run, self._config, self._evaluated = run, run.config, None
         if self._has_started:
@@ -333,10 +328,7 @@ class Reporter:
             self._log_start()
 
     def log_rewind(self) -> None:
-        """Log the run's newest rewind. There must be at least one.
-
-        Raises `UsageError` on process 0 if rewinds.json is damaged or unreadable.
-        """
+        """Log the run's newest rewind. There must be at least one."""
         if self._cluster.is_main:
             self.info(rewind_line(read_rewinds(self._run.directory)[-1]))
 
@@ -367,10 +359,7 @@ class Reporter:
         self.info(text.replace(f"{self._run.directory.absolute()}/", ""), full=text)
 
     def show_spikes(self) -> None:
-        """Log the table that `python -m jaxgpt.report spikes` prints.
-
-        Raises `OSError` on process 0 if metrics.jsonl cannot be read.
-        """
+        """Log the table that `python -m jaxgpt.report spikes` prints."""
         if self._cluster.is_main:
             records = read_records(self._run.directory / METRICS)
             self.info(
