@@ -108,12 +108,9 @@ class Checkpoints:
     def open(self, tree: Tree) -> None:
         """Prepare for saving: remove interrupted saves, and create the local folder, if any.
 
-        `tree` contains the arrays to save or their shapes. All processes must call this.
-
-        Raises:
-            UsageError: on every process, if the run directory cannot be accessed or has too little
-                space for a checkpoint, or if checkpoint.local cannot be written or is not shared by
-                all processes.
+        `tree` contains the arrays to save or their shapes. All processes must call this. Raises
+        `UsageError` on every process if the run directory cannot be accessed or has too little
+        space for a checkpoint.
         """
         if self._local is not None:
             self._local.open(self._cluster)
@@ -155,7 +152,6 @@ class Checkpoints:
         Raises:
             UsageError: on every process, if an earlier save has failed, and either
                 checkpoint.on_error=stop is set or there is no complete checkpoint.
-            RuntimeError: if JAX fails.
         """
         began = time.perf_counter()
         self._settle()
@@ -204,9 +200,8 @@ class Checkpoints:
         Raises:
             DamagedCheckpoint: on every process, if any process finds damaged or missing files, or
                 arrays that do not match `shapes`.
-            UsageError: on every process, if a file cannot be read, if the JSON belongs to another
-                step, or if a save in progress fails and the run cannot continue without it.
-            RuntimeError: if JAX fails, for example because it runs out of memory.
+            UsageError: on every process, if a save in progress fails and the run cannot continue
+                without it.
         """
         self._settle_all()
         remedy = "remove it to continue from an older checkpoint, if there is one"
@@ -216,7 +211,7 @@ class Checkpoints:
         """Remove local checkpoints newer than `step`, which a restart has abandoned.
 
         Does nothing if checkpoint.local is not set. Errors during the removal are ignored. Call
-        this only on process 0. Raises `UsageError` if the local folder cannot be read.
+        this only on process 0.
         """
         if self._local is not None:
             for later in list_checkpoints(self._local.directory):
@@ -227,7 +222,7 @@ class Checkpoints:
         """Wait for all saves. Return the step of the newest checkpoint, or None if there is none.
 
         An unreadable folder of checkpoints counts as empty. All processes must call this. Raises
-        `UsageError` under the same conditions as `save`.
+        `UsageError` on every process under the same conditions as `save`.
         """
         self._settle_all()
         return self._newest_complete()
@@ -235,10 +230,9 @@ class Checkpoints:
     def close(self, is_final: bool = True) -> None:
         """Wait for all saves, and remove the checkpoints that the retention settings do not keep.
 
-        All processes must call this. If `is_final`, the newest save is the run's last.
-
-        Raises:
-            UsageError: under the same conditions as in `save`, and if the run's last save failed.
+        All processes must call this. If `is_final`, the newest save is the run's last. Raises
+        `UsageError` on every process under the same conditions as `save`, and if the run's last
+        save failed.
         """
         try:
             self._settle_all(is_final)
@@ -465,8 +459,6 @@ def restore_params(
     Raises:
         DamagedCheckpoint: if any process finds damaged or missing files, or arrays that do not
             match `shapes`.
-        UsageError: if a file cannot be read, or if the JSON belongs to another step.
-        RuntimeError: if JAX fails, for example because it runs out of memory.
     """
     wanted = {"params": shapes}
     remedy = "choose another step, or try again if a run is replacing its checkpoints"
@@ -484,7 +476,8 @@ def _read(
 ) -> tuple[Tree, dict[str, Any]]:
     """Read a checkpoint and verify its checksums. Return its arrays and its JSON.
 
-    Raises the same errors as `restore_params`.
+    Raises `DamagedCheckpoint` if any process finds damaged or missing files, or arrays that do not
+    match `shapes`.
     """
     folder = (directory / "checkpoints" / str(step)).absolute()
 
@@ -511,8 +504,8 @@ def _read(
 def _read_arrays(folder: Path, shapes: Tree, partial_restore: bool) -> Tree:
     """Return this process's shards of the arrays.
 
-    Raises `DamagedCheckpoint` if an array is missing or unreadable, `UsageError` if a file
-    cannot be read, and `RuntimeError` if JAX fails, for example because it runs out of memory.
+    Raises `DamagedCheckpoint` if an array is missing or damaged, `UsageError` if a file cannot be
+    read, and `RuntimeError` if JAX fails.
 
     This function calls Orbax's handler directly. The handler does not wait for other processes, so
     a failed process can report its error to them.

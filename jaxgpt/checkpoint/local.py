@@ -83,12 +83,8 @@ class LocalFolder:
         earlier start that has trained began after the checkpoint was saved, or metrics.jsonl ends
         `log_interval` or more steps before the checkpoint (not counting `PERSISTENT_KINDS`). A
         missing metrics.jsonl counts as ending at step 0. There is one log line for each checkpoint
-        that is copied, renamed or found to be damaged. Call this only on process 0.
-
-        Raises:
-            UsageError: if a checkpoint cannot be read, copied or renamed, if its JSON belongs to
-                another step, or if a folder of checkpoints cannot be read.
-            OSError: if metrics.jsonl or starts.jsonl exists but cannot be read.
+        that is copied, renamed or found to be damaged. Call this only on process 0. Raises
+        `UsageError` if a checkpoint cannot be read, copied or renamed.
         """
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
@@ -133,7 +129,7 @@ class LocalFolder:
 
         If this succeeds, remove the checkpoint and older checkpoints from the local folder. Raises
         `OSError` if the checkpoint cannot be copied, for example because the run directory already
-        has a checkpoint of this step. Raises `UsageError` if the local folder cannot be read.
+        has a checkpoint of this step.
         """
         final = self._run / "checkpoints" / str(step)
         scratch = final.with_name(f"{step}{TEMPORARY_SUFFIX}")

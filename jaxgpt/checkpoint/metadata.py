@@ -113,8 +113,6 @@ def newest_undamaged(
     Raises:
         DamagedCheckpoint: if all checkpoints up to step `last` are damaged, or if the newest of
             them is damaged and `on_damage` is `refuse`.
-        UsageError: if the folder or the JSON of a checkpoint cannot be read, or if the JSON belongs
-            to another step.
     """
     damaged: dict[int, DamagedCheckpoint] = {}
     steps = list_checkpoints(directory)
@@ -136,7 +134,7 @@ def newest_valid(directory: Path, last: int | None = None) -> tuple[int | None, 
     """Return the step and JSON of the newest checkpoint that has undamaged JSON.
 
     Checkpoints after step `last` are ignored. If there is no such checkpoint, the step is None, and
-    the JSON is empty. Raises `UsageError` as `valid_checkpoints` does.
+    the JSON is empty.
     """
     try:
         return newest_undamaged(directory, "quarantine", last)[:2]
@@ -147,8 +145,7 @@ def newest_valid(directory: Path, last: int | None = None) -> tuple[int | None, 
 def valid_checkpoints(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the JSON of each checkpoint in a run directory, keyed by step.
 
-    Checkpoints with damaged JSON are left out. Raises `UsageError` if the folder or the JSON of a
-    checkpoint cannot be read, or if the JSON belongs to another step.
+    Checkpoints with damaged JSON are left out.
     """
     found = {}
     for step in list_checkpoints(directory):
@@ -177,8 +174,8 @@ def list_checkpoints(directory: Path) -> list[int]:
 def choose_checkpoint(run: Path, step: int | None) -> int:
     """Return `step`, or the step of the newest checkpoint if `step` is None.
 
-    Raises `UsageError` if the run directory does not exist, is a file or cannot be read, if it has
-    no checkpoints, or if it has no checkpoint at `step`.
+    Raises `UsageError` if the run directory does not exist or is a file, if it has no checkpoints,
+    or if it has no checkpoint at `step`.
     """
     steps = list_checkpoints(run)
     if not run.is_dir():
@@ -200,8 +197,7 @@ def choose_checkpoint(run: Path, step: int | None) -> int:
 def newest_checkpoint(directory: Path, key: str) -> tuple[int, dict[str, Any]]:
     """Return the step and the JSON of the newest checkpoint.
 
-    If there is no checkpoint, raises `UsageError` with a message that starts with `key`. Also
-    raises whatever `list_checkpoints` and `read_meta` raise.
+    If there is no checkpoint, raises `UsageError` with a message that starts with `key`.
     """
     steps = list_checkpoints(directory)
     if not steps:

@@ -31,8 +31,7 @@ class WeightsWriter:
     """Writes the parameters of a model to `directory`/checkpoints/0, in parts and in any order.
 
     The constructor creates this folder, which must not exist yet. The checkpoint is not valid until
-    `close` has returned. The constructor raises `UsageError` if the model is invalid (see
-    `weights`). All methods propagate errors from the file system, Orbax and TensorStore.
+    `close` has returned.
     """
 
     def __init__(self, directory: Path, model: ModelConfig):
@@ -110,10 +109,7 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """Reads the parameters of a checkpoint and verifies the checksum of each array.
-
-    The constructor raises the same errors as `read_meta`.
-    """
+    """Reads the parameters of a checkpoint and verifies the checksum of each array."""
 
     def __init__(self, directory: Path, step: int):
         self._folder = (directory / "checkpoints" / str(step)).absolute()
