@@ -82,7 +82,7 @@ def place_processes(
     Raises:
         UsageError: if there are too few hosts, slots or (on a known machine, unless
             JAX_PLATFORMS=cpu) devices, if the processes cannot be divided evenly among the hosts,
-            if `spare` leaves no host, or if the host list or an environment variable is invalid.
+            or if `spare` leaves no host.
     """
     all_hosts, named_by = job_hosts(environ, host_file)
     if spare >= len(all_hosts):
@@ -206,11 +206,8 @@ def find_launcher(layout: ProcessLayout, environ: Mapping[str, str]) -> tuple[La
     On a known machine or in a PBS or Slurm job, the machine's launcher takes precedence over an
     mpiexec that is installed with this Python. In a Slurm job, the launcher is srun unless
     PBS_NODEFILE or HOSTFILE lists the hosts. In all other cases, the launcher is an mpiexec,
-    identified by the output of `mpiexec --version`.
-
-    Raises:
-        UsageError: if srun or mpiexec is not found, or if mpiexec is not a supported launcher,
-            cannot be run, or does not respond within `SLOW_DISK` seconds.
+    identified by the output of `mpiexec --version`. Raises `UsageError` if srun is the launcher but
+    is not in PATH.
     """
     own, site = _own_mpiexec(), _site(layout, environ)
     unused = f"; {own} is not used" if own else ""
@@ -245,7 +242,8 @@ def _site(layout: ProcessLayout, environ: Mapping[str, str]) -> str | None:
 def _launcher_of(mpiexec: str, environ: Mapping[str, str]) -> tuple[Launcher, str]:
     """Identify `mpiexec` by the output of --version. Return its launcher and name.
 
-    Raises `UsageError` if it cannot be run or is not a supported launcher.
+    Raises `UsageError` if it cannot be run, does not respond within `SLOW_DISK` seconds, or is not
+    a supported launcher.
     """
     try:
         ran = subprocess.run(
@@ -280,10 +278,7 @@ def find_mpiexec(prefer_own: bool = True) -> str:
     """Return the path of an mpiexec.
 
     The mpiexec next to this Python takes precedence over others in PATH, unless `prefer_own` is
-    False.
-
-    Raises:
-        UsageError: if no mpiexec is found.
+    False. Raises `UsageError` if no mpiexec is found.
     """
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     own_folder = os.path.realpath(os.path.dirname(sys.executable))

@@ -182,8 +182,7 @@ def join_process_group(
         launch: rank and size of this process. By default, they are read from the environment.
 
     Raises:
-        UsageError: if the launcher's variables are invalid, or if the MPI library does not work and
-            srun did not start this process.
+        UsageError: if the MPI library does not work and srun did not start this process.
         PeerLost: if process 0 cannot be reached in time or cannot listen on its port.
     """
     launch = launch or find_launch(os.environ)
@@ -233,7 +232,7 @@ def join_alone(what: str, otherwise: str = "") -> ProcessGroup:
     """Return the process group of a single-process job.
 
     Raises `UsageError` if a launcher started several processes. The message starts with `what` and
-    ends with `otherwise`. Also raises whatever `join_process_group` raises.
+    ends with `otherwise`.
     """
     cluster = join_process_group()
     if cluster.size > 1:

@@ -114,7 +114,7 @@ class StopSignal:
         """Reserve enough time at the end of the job for a checkpoint that takes `seconds`.
 
         Prints a line if this makes the run stop earlier. Does nothing if the time limit is not the
-        end of the job. Raises whatever `say` raises.
+        end of the job.
         """
         self._learn(save=seconds)
 
@@ -158,7 +158,7 @@ class StopSignal:
         """Return whether all processes have agreed to stop after `step`.
 
         All processes must call this once per step, with `step` = 1, 2, 3 and so on, even after a
-        rewind. Raises whatever `say` or `sync_point` raises.
+        rewind.
         """
         now = time.monotonic()
         if self._step_began is not None:

@@ -85,8 +85,7 @@ class Supervisor:
 
         Call this in the main thread. Any of `stop_signals` is forwarded to the launcher as SIGUSR1,
         but Ctrl-C after an earlier signal terminates all processes. Raises `OSError` if the
-        launcher cannot be started, and `PeerLost` if no port is free. Also raises whatever
-        `launcher` raises.
+        launcher cannot be started, and `PeerLost` if no port is free.
         """
         return asyncio.run(self._run())
 
@@ -262,8 +261,7 @@ async def check_hosts(
     A host is healthy if it has /proc, the leftover processes exit, `directory` is writable (not
     tested if it is ""), JAX finds its devices and can use them, and the probe ends within
     `SLOW_DISK` seconds. Returns a dict that maps each host name to the host's problem, or to None
-    if the host is healthy. Raises `OSError` if the launcher cannot be started. Also raises whatever
-    `launcher` raises.
+    if the host is healthy. Raises `OSError` if the launcher cannot be started.
     """
     probe = [sys.executable, "-m", "jaxgpt.doctor.probe", job, directory]
     environ = {k: v for k, v in os.environ.items() if k not in (SUPERVISOR, JOB)}
