@@ -24,9 +24,8 @@ def cpu_devices_per_process(shape: MeshShape, cluster: ProcessGroup) -> int:
     simulates the smallest number of devices that makes the total a multiple of the product of the
     other axis sizes.
 
-    Raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid, if a process would need more than
-    `MAX_CPU_DEVICES` devices, or if the mesh has no -1 and its devices cannot be divided equally
-    among the processes.
+    Raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid, or if a process would need more than
+    `MAX_CPU_DEVICES` devices.
     """
     wanted = os.environ.get("JAX_NUM_CPU_DEVICES")
     if wanted is not None:
@@ -117,9 +116,8 @@ def count_devices(shape: MeshShape, cluster: ProcessGroup) -> int:
 
     The estimate is the product of the axis sizes, even if the job has a different number of
     devices. If the mesh contains -1, the estimate is the total number of devices of all processes.
-    In this case, a CPU job raises `UsageError` if JAX_NUM_CPU_DEVICES is invalid or if the mesh is
-    too large. A process that sees at most one accelerator counts as one device, even if JAX finds
-    more. All processes must call this. Raises the errors of `agree_on_accelerators`.
+    A process that sees at most one accelerator counts as one device, even if JAX finds more. All
+    processes must call this.
     """
     if shape.is_filled:
         return shape.n_devices

@@ -73,14 +73,8 @@ def initialize_jax(
 
     Raises:
         PeerLost: on processes that cannot reach the coordinator.
-        OSError: if this host has no route to the coordinator or to another host.
-        RuntimeError: if `jax.distributed` cannot start, for example because its port is in use.
-        UsageError: if only some hosts have accelerators, if the devices do not start, if
-            accelerators are expected but JAX finds only CPUs, if there are more processes than
-            accelerators, or if JAXGPT_COORDINATOR, JAX_PLATFORMS or XLA_FLAGS is invalid. On CPUs,
-            also if JAX_NUM_CPU_DEVICES is invalid, if the mesh does not fit the number of
-            processes, or if JAX has already started with too few devices.
-        ValueError: if JAX rejects another of its environment variables.
+        UsageError: if the devices do not start, if accelerators are expected but JAX finds only
+            CPUs, or if JAX has already started with too few CPU devices.
 
     XLA terminates the process if XLA_FLAGS contains an unknown flag, or if the processes do not
     connect within `cluster.timeout` seconds.
@@ -306,7 +300,6 @@ def _outward_address(cluster: ProcessGroup, coordinator: str) -> str:
     """Return an IP address that other hosts can use to reach this host.
 
     If all processes are on one host, this may be a loopback address. All processes must call this.
-    Raises `OSError`, as `address_towards` does.
     """
     # The coordinator's host may resolve its own name to a loopback address. In this case, use its
     # address on the route to another host.
@@ -339,10 +332,7 @@ def _keep_stdout_for_python() -> None:
 
 
 def _free_address(cluster: ProcessGroup) -> str:
-    """Return an address (host:port) on process 0's host for the coordinator.
-
-    Raises `UsageError` if JAXGPT_COORDINATOR is invalid.
-    """
+    """Return an address (host:port) on process 0's host for the coordinator."""
     if given := os.environ.get(COORDINATOR):
         check_address(COORDINATOR, given)
         return given
