@@ -67,8 +67,7 @@ class Dataset:
     def fingerprints(self) -> list[list[str]]:
         """[path, hash] for each source. The hash is the `fingerprint` of the source's open splits.
 
-        Only a sample of the pages is hashed (see `verify`). Raises `UsageError` if a file cannot be
-        read or is too short, or if the sample has a mask byte other than 0 or 1.
+        Only a sample of the pages is hashed (see `verify`).
         """
         pages, out = self._pages_of_each, []
         for source in self.sources:
@@ -118,9 +117,9 @@ class Dataset:
         source's share is at least 16 pages, even if the sample then exceeds this limit.
 
         Raises:
-            UsageError: if a file cannot be read or is too short, if the sample has a token outside
-                the vocabulary or a mask byte other than 0 or 1, or if the open splits of a dataset
-                with a single source do not match the fingerprint in the source's `meta`.
+            UsageError: if the sample has a token outside the vocabulary or a mask byte other than 0
+                or 1, or if the open splits of a dataset with a single source do not match the
+                fingerprint in the source's `meta`.
         """
         for source, (path, found) in zip(self.sources, self.fingerprints, strict=True):
             for tokens in source.tokens.values():
@@ -139,8 +138,7 @@ def dataset_directory(data: DataConfig) -> Path:
     """Return data.path or, if it is not set, the folder where data.dataset is stored.
 
     The folder need not exist. data.blend and data.file_list are ignored. Datasets are stored in
-    $JAXGPT_DATA (default: ~/.cache/jaxgpt). Raises `UsageError` if the home directory is needed but
-    unknown.
+    $JAXGPT_DATA (default: ~/.cache/jaxgpt).
     """
     if data.path is not None:
         return Path(data.path)
@@ -150,12 +148,7 @@ def dataset_directory(data: DataConfig) -> Path:
 
 
 def entries(data: DataConfig) -> list[BlendEntry]:
-    """Return the sources in a configuration, without opening them.
-
-    Raises:
-        UsageError: if data.file_list cannot be read or is empty, if `parse_lines` rejects a line,
-            or if the home directory is needed but unknown.
-    """
+    """Return the sources in a configuration, without opening them."""
     if data.file_list is not None:
         key, lines = f"data.file_list={data.file_list}", read_file_list(Path(data.file_list))
     elif data.blend:
@@ -171,12 +164,8 @@ def with_vocabulary(config: Config, dataset: Dataset) -> Config:
     """Return `config` with model.vocab_size and, if needed, data.end_of_text from the data.
 
     If data.document_mask is set and data.end_of_text is None, data.end_of_text is set to the ID of
-    the tokenizer's end-of-text token.
-
-    Raises:
-        UsageError: if the vocabulary size is less than 2 or at least 2^31, if a nanoGPT source
-            without meta.json seems to be uint32 or cannot be read, or if data.document_mask is set
-            and the end-of-text token is unknown or outside the vocabulary.
+    the tokenizer's end-of-text token. Raises `UsageError` if data.document_mask is set and the
+    end-of-text token is unknown.
     """
     config = config.replace(model__vocab_size=dataset.vocab_size)
     _check_dtype_is_known(dataset)
@@ -192,9 +181,7 @@ def with_vocabulary(config: Config, dataset: Dataset) -> Config:
 def with_planned_vocabulary(config: Config) -> Config:
     """Return `config` with model.vocab_size from `vocabulary_size`, without opening the data.
 
-    If data.document_mask is set and data.end_of_text is None, data.end_of_text is set to 0. Raises
-    `UsageError` if the vocabulary size is less than 2 or at least 2^31, or if data.end_of_text is
-    used and is outside the vocabulary. Also raises whatever `vocabulary_size` raises.
+    If data.document_mask is set and data.end_of_text is None, data.end_of_text is set to 0.
     """
     vocab_size = vocabulary_size(config.data, config.model)
     return _with_end_of_text(config.replace(model__vocab_size=vocab_size), 0)
@@ -239,12 +226,8 @@ def vocabulary_size(data: DataConfig, model: ModelConfig) -> int:
     """Return the vocabulary size of a configuration.
 
     If model.vocab_size is set, no file is read. Otherwise, the data must exist, unless
-    data.tokenizer is set or the data is a built-in dataset.
-
-    Raises:
-        UsageError: if the size is unknown, if the data is damaged or cannot be read, if a tokenizer
-            cannot be loaded, or if a source's tokenizer differs from data.tokenizer or from another
-            source's. Also raises whatever `entries` raises.
+    data.tokenizer is set or the data is a built-in dataset. Raises `UsageError` if the size is
+    unknown, or if a source's tokenizer differs from data.tokenizer or from another source's.
     """
     if model.vocab_size:
         return model.vocab_size
@@ -266,12 +249,10 @@ def open_dataset(
     process's limit on open files is raised if necessary.
 
     Raises:
-        UsageError: if files are missing or damaged, if a split is too short for one row, if a
-            folder, a meta.json or an .idx file cannot be read, if a source does not have all of the
-            `splits`, if a tokenizer cannot be loaded, if the vocabulary size is unknown or larger
-            than model.vocab_size, if a source's tokenizer differs from data.tokenizer or from
-            another source's, or if the hard limit on open files is too low. Also raises whatever
-            `entries` raises.
+        UsageError: if a source has no token data, cannot be read, does not have all of the `splits`
+            or has a split that is too short for one row, if the vocabulary size is unknown or
+            larger than model.vocab_size, or if a source's tokenizer differs from data.tokenizer or
+            from another source's.
     """
     least = model.block_size + 1
     sources = tuple(_open_source(entry, data, least, splits) for entry in entries(data))

@@ -86,8 +86,7 @@ class Loader:
     ) -> "Loader":
         """Return a loader for a run's training batches.
 
-        If `batch_sizes` is None, the batch size of every step is train.batch_size. Raises
-        `UsageError` if faults.random_tokens is invalid.
+        If `batch_sizes` is None, the batch size of every step is train.batch_size.
         """
         sizes = batch_sizes or BatchSizes([(1, config.train.batch_size)])
         random_steps = step_ranges("faults.random_tokens", config.faults.random_tokens)
@@ -144,11 +143,8 @@ class Loader:
     def read(self, step: int, rows: range) -> np.ndarray:
         """Return rows of a step's batch: int32, shape (rows, T+1).
 
-        If `is_random(step)`, the tokens are random.
-
-        Raises:
-            UsageError: if a file cannot be read or is too short, or if a token is outside the
-                vocabulary.
+        If `is_random(step)`, the tokens are random. Raises `UsageError` if a token is outside the
+        vocabulary.
         """
         first, is_random = self.sequence(step, 0), self.is_random(step)
         out = np.empty((len(rows), self._row_length), np.int32)
@@ -170,9 +166,6 @@ class Loader:
         """Return the loss weights (0 or 1) for rows of a step's batch: uint8, (rows, T+1).
 
         Without a mask, all weights are 1.
-
-        Raises:
-            UsageError: if a mask cannot be read, is too short, or holds a byte other than 0 or 1.
         """
         first = self.sequence(step, 0)
         out = np.empty((len(rows), self._row_length), np.uint8)
@@ -185,7 +178,6 @@ class Loader:
         """Return the global batch of a step: int32 (B, T+1), or `TokenRows` if the data has masks.
 
         The loader must have a sharding that divides the rows evenly. All processes must call this.
-        Raises whatever `read` and `read_weights` raise.
         """
         shape = self.batch_sizes.at(step), self._row_length
         tokens = global_array(shape, self._sharding, lambda rows: self.read(step, rows))
@@ -199,7 +191,7 @@ class Loader:
     def batches(self, steps: Iterable[int]) -> Generator["jax.Array | TokenRows", None, None]:
         """Yield the batches of `steps`. A thread prefetches up to two batches.
 
-        Raises whatever `batch` raises. Close the iterator to stop the thread early.
+        Close the iterator to stop the thread early.
         """
         steps = iter(steps)
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
@@ -218,9 +210,9 @@ def global_array(
 ) -> "jax.Array":
     """Return a global array of the given shape. Only its first axis (rows) may be sharded.
 
-    The sharding must divide the rows evenly. `read` returns the values for a range of rows:
-    (rows, ...). All processes must call this, and each reads only the rows on its devices. Raises
-    whatever `read` raises.
+    The sharding must divide the rows evenly. `read` returns the values for a range of rows, with
+    the rows as the first axis. All processes must call this, and each reads only the rows on its
+    devices.
     """
     import jax
 

@@ -82,7 +82,7 @@ def is_pair(path: Path) -> bool:
 def open_pair(path: Path) -> OpenSource:
     """Open a file pair as the "train" split.
 
-    `is_pair` must accept `path`. Raises whatever `read_index` raises.
+    `is_pair` must accept `path`.
     """
     index = read_index(path)
     file = TokenFile(index.bin_path, index.dtype, index.total_tokens)

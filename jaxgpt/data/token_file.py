@@ -26,8 +26,7 @@ OTHER_FILES = 512  # allowance for other open files
 def allow_open_files(count: int) -> None:
     """Raise the process's limit on open files (often 1024) to at least `count` + `OTHER_FILES`.
 
-    Raises:
-        UsageError: if the hard limit is too low.
+    Raises `UsageError` if the hard limit is too low.
     """
     wanted = count + OTHER_FILES
     limit = raise_open_file_limit(wanted)
@@ -63,8 +62,7 @@ class TokenFile:
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` token IDs starting at token `start`: the file's dtype, shape (count,).
 
-        Raises:
-            UsageError: if the file cannot be read or is too short.
+        Raises `UsageError` if the file cannot be read or is too short.
         """
         tokens, file = np.empty(count, self.dtype), self._descriptor
         offset = self._header + start * self.dtype.itemsize
@@ -115,9 +113,6 @@ class Tokens:
         """Return `count` token IDs starting at token `start`: `dtype`, shape (count,).
 
         `start` counts from the start of this part. All of the tokens must be in this part.
-
-        Raises:
-            UsageError: if the file cannot be read or is too short.
         """
         assert 0 <= start and start + count <= self.size, (start, count, self.size)
         return self.file.read(self.first + start, count)
@@ -126,10 +121,7 @@ class Tokens:
         """Return the loss weights (0 or 1) of `count` tokens, starting at `start` in this part.
 
         Each weight multiplies the loss of predicting its token. The result is uint8, shape
-        (count,).
-
-        Raises:
-            UsageError: if the mask cannot be read, is too short, or holds a byte other than 0 or 1.
+        (count,). Raises `UsageError` if the mask holds a byte other than 0 or 1.
         """
         if self.mask is None:
             return np.ones(count, np.uint8)
@@ -164,7 +156,7 @@ class Tokens:
         A page has `PAGE` bytes, but the last page may be shorter. Offsets count tokens from the
         start of this part of the file. Each array of IDs has shape (n,) and the file's dtype. The
         pages include the first page if `most` > 0, and the last page if `most` > 1. An empty part
-        has no pages. Raises `UsageError` if the file cannot be read or is too short.
+        has no pages.
         """
         per_page = PAGE // self.dtype.itemsize
         pages = -(-self.size // per_page)
@@ -176,9 +168,8 @@ class Tokens:
 def fingerprint(splits: Mapping[str, Tokens], vocab_size: int, most: int = SAMPLED_PAGES) -> str:
     """Return a hash of the vocabulary size and of the name, size, dtype and pages of each split.
 
-    The hash has the form "sha256:DIGEST". It depends on the order of `splits`. At most `most`
-    pages of each split are hashed, with their loss masks. Raises `UsageError` if a file cannot be
-    read or is too short, or if a mask holds a byte other than 0 or 1.
+    The hash has the form "sha256:DIGEST". It depends on the order of `splits`. At most `most` pages
+    of each split are hashed, with their loss masks.
     """
     digest = hashlib.sha256(f"{vocab_size}".encode())
     for split, tokens in splits.items():

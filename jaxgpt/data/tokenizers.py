@@ -301,8 +301,6 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
     Two `HFTokenizer`s are compared by their vocabularies and the tokens of a test string. For all
     other tokenizers, the results of `to_meta` must be equal, including the end-of-text token.
-    Raises `UsageError` if the `tokenizers` package is needed but not installed, or if a tokenizer
-    cannot encode the test string.
     """
     if one.to_meta() == other.to_meta():
         return True
@@ -370,8 +368,8 @@ def load_tokenizer(
         names: the names that the user may give instead of a path, for the error message.
 
     Raises:
-        UsageError: if the tokenizer is missing or invalid, if `end_of_text` is not in its
-            vocabulary, or if a required package is not installed.
+        UsageError: if the tokenizer is missing or invalid, or if `end_of_text` is not in its
+            vocabulary.
     """
     path = Path(path)
     if str(path) == "byte":
@@ -491,18 +489,14 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> Sequence[int] | np.ndarr
     """Return the token IDs of a prompt, shape (tokens,).
 
     A prompt that is empty or encodes to no tokens is replaced with the end-of-text token, or with
-    token 0 if the tokenizer has no end-of-text token. Raises `UsageError` if the tokenizer cannot
-    encode the prompt.
+    token 0 if the tokenizer has no end-of-text token.
     """
     tokens = tokenizer.encode(prompt) if prompt else ()
     return tokens if len(tokens) else [tokenizer.end_of_text or 0]
 
 
 def continue_prompt(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> str:
-    """Return `prompt` followed by the text of `tokens`.
-
-    Raises `UsageError` if the tokenizer cannot encode the prompt.
-    """
+    """Return `prompt` followed by the text of `tokens`."""
     # Decode both together, because some decoders drop the space before the first token.
     before = tokenizer.encode(prompt).tolist()
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])

@@ -18,8 +18,7 @@ def encode_answers(
     unless this would change the tokens of the text before the start or end of an answer. In that
     case, the text is split there before it is tokenized, because at inference the model sees only
     the prompt. There must be at least one document. Every document must have text and answers, and
-    all documents must have the same `has_special`. Raises `UsageError`, as `Tokenizer.encode_batch`
-    does.
+    all documents must have the same `has_special`.
     """
     cuts = [_cuts(document) for document in documents]
     has_special = documents[0].has_special

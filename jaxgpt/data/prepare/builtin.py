@@ -32,9 +32,8 @@ def prepare_shakespeare_char(directory: Path, input_file: Path | None) -> list[s
 
     The dataset is written to `directory`. If `input_file` is None, the text is downloaded. The name
     of `input_file` must not end in a JSON or Parquet suffix, with or without .gz. Raises
-    `UsageError` if the text cannot be downloaded or read, is not in a regular file, is too short,
-    or has only one distinct character. Raises `OSError` if a temporary file or `directory` cannot
-    be written.
+    `UsageError` if the text cannot be downloaded, and `OSError` if a temporary file or `directory`
+    cannot be written.
     """
     # Imported here, because a training run needs only `prepare_python` from this file.
     from jaxgpt.data.prepare.corpus import Corpus, write_nanogpt

@@ -43,7 +43,7 @@ class ChatTemplate:
             name: file that contains the template, for error messages.
 
         Raises:
-            UsageError: if `source` is not a valid template, or if jinja2 is missing or too old.
+            UsageError: if `source` is not a valid template.
         """
         self._name, self._special_tokens = name, special_tokens
         self._marks_answers = re.search(r"{%[-+]?\s*generation\b", source) is not None
@@ -126,12 +126,8 @@ def find_template(tokenizer: str, given: Path | None) -> ChatTemplate | None:
     such file, it is the `chat_template` field of tokenizer_config.json. If that field has several
     templates, the template named `default` is used. Returns None if no template is found.
     `tokenizer` is the path of a file or folder, or a name. Tokenizers given by name, such as
-    `char`, have no template of their own.
-
-    Raises:
-        UsageError: if the template or tokenizer_config.json cannot be read or is invalid, or if
-            jinja2 is missing or too old.
-        OSError: if the path `tokenizer` cannot be accessed.
+    `char`, have no template of their own. Raises `UsageError` if the template or
+    tokenizer_config.json cannot be read or is invalid.
     """
     config_path, file = template_files(tokenizer, given)
     try:

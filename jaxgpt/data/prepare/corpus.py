@@ -54,8 +54,7 @@ class Corpus:
         If there is an `only_split`, no file is divided. If there is none and all files are text,
         their concatenated text is divided at one position. In all other cases, a hash of each
         document's text selects the document's split. `pool` counts the characters of text files in
-        parallel. Raises `UsageError` if characters are counted and a file is unreadable or not
-        UTF-8.
+        parallel.
         """
         if self.only_split is not None:
             return [InputFile(path, self.lines) for path in self.files]
@@ -102,15 +101,8 @@ def write_nanogpt(
     token, this token separates documents. If the documents have answers, each split also gets a
     loss mask, SPLIT.mask.bin. If `tokenizer` is None, each distinct character becomes a token.
     `source` describes the origin of the text. `pool` tokenizes files in parallel and does not
-    affect the result.
-
-    Raises:
-        UsageError: if the input is invalid or cannot be read or encoded; if a file is a pipe and
-            any file must be read twice; if a split would have fewer than two tokens, or the
-            vocabulary fewer than two entries; if only some documents have answers; if a chat
-            template or tokenizer_config.json is missing, invalid or unnecessary, or cannot be read;
-            or if a required package is missing or too old.
-        OSError: if `directory` cannot be written.
+    affect the result. Raises `UsageError` if a file is a pipe and any file must be read twice, or
+    if a split would have fewer than two tokens or the vocabulary fewer than two entries.
     """
     pipe = next((p for p in corpus.files if os.path.exists(p) and not os.path.isfile(p)), None)
     counts_text = corpus.only_split is None and any(kind(path) is TEXT for path in corpus.files)
@@ -219,14 +211,8 @@ def write_megatron(
 
     If the tokenizer has an end-of-text token, each document ends with this token. Token IDs are
     uint16 if the vocabulary has fewer than 65,500 entries, and int32 otherwise. `pool` tokenizes
-    files in parallel and does not affect the result.
-
-    Raises:
-        UsageError: if the input is invalid, cannot be read or encoded, is empty or needs a loss
-            mask, if a document has more than 2^31 - 1 tokens, if a chat template or
-            tokenizer_config.json is missing, invalid or unnecessary, or cannot be read, or if a
-            required package is missing or too old.
-        OSError: if the files cannot be written.
+    files in parallel and does not affect the result. Raises `UsageError` if the input is empty or
+    needs a loss mask.
     """
     dtype = np.dtype("<u2" if tokenizer.vocab_size < _MEGATRON_UINT16 else "<i4")
     files = [InputFile(path, corpus.lines) for path in corpus.files]

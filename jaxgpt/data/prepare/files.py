@@ -119,7 +119,7 @@ def read_text(path: Path, advance: Advance = lambda size: None) -> Iterator[str]
     """Yield the text of a file in blocks of about 64 KiB or less. A block may be empty.
 
     `advance` is called with the number of bytes read from the file. Raises `UsageError` if the file
-    cannot be read or is not UTF-8.
+    is not UTF-8.
     """
     decoder, start, block = codecs.getincrementaldecoder("utf-8")(), 0, b"."
     with open_file(path, advance) as stream:
@@ -140,7 +140,7 @@ def read_lines(path: Path, advance: Advance) -> Iterator[tuple[int, bytes]]:
     """Yield (number, line) for each nonblank line of a file.
 
     Lines keep their newlines. Line numbers start at 1 and count blank lines. `advance` is called
-    with the number of bytes read from the file. Raises `UsageError` if the file cannot be read.
+    with the number of bytes read from the file.
     """
     with open_file(path, advance) as stream:
         for number, line in enumerate(stream, 1):
@@ -192,8 +192,5 @@ def read_rows(
 
 
 def count_characters(path: Path) -> int:
-    """Return the number of characters in a text file.
-
-    Raises `UsageError` if the file cannot be read or is not UTF-8.
-    """
+    """Return the number of characters in a text file."""
     return sum(map(len, read_text(path)))

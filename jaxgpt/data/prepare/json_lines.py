@@ -53,11 +53,8 @@ class LineReader:
     def read(self, line: bytes, where: str) -> LineDocument:
         """Parse a line and return its document. `where` is the line's location, for error messages.
 
-        Raises:
-            UsageError: if the line is not a valid document, or differs in kind from the previous
-                lines; if the first line matches several kinds; if the chat template is missing,
-                invalid or not needed, or rejects the conversation; or if jinja2 is missing or too
-                old.
+        Raises `UsageError` if the line is not a valid document, if it differs in kind from the
+        previous lines, or if the first line matches several kinds.
         """
         try:
             value = json.loads(line)
@@ -71,7 +68,7 @@ class LineReader:
     def read_value(self, value: Any, where: str) -> LineDocument:
         """Convert a parsed line or row to a document.
 
-        Raises the same errors as `read`.
+        Raises `UsageError` in the same cases as `read`.
         """
         try:
             fields = self._fields(value, where)

@@ -55,9 +55,8 @@ def prepare_text(
         pool: worker processes that tokenize files together with this process.
 
     Raises:
-        UsageError: if an option or the input is invalid, or if a required package is missing or too
-            old.
-        OSError: if `directory` cannot be written.
+        UsageError: if `chat_template` is given but all files are text, or if `megatron` is set and
+            the tokenizer is a character vocabulary.
     """
     files, ignored = find_files(inputs)
     name, encoder = str(tokenizer), tokenizer

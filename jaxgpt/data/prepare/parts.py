@@ -101,9 +101,7 @@ def write_parts(
         pool: the other processes, or None if there are none.
 
     Raises:
-        UsageError: if only some documents have answers, or if a file named by `template_files`
-            cannot be read. Also raises whatever `encode_files` raises.
-        OSError: if a part cannot be read or written.
+        UsageError: if only some documents have answers.
     """
     groups = list(_groups(files))
     sizes = [sum(_size(file) for file in group) for group in groups]
@@ -178,9 +176,8 @@ def _write_part(
 ) -> Part:
     """Tokenize files into `folder`, which is created atomically.
 
-    `advance` is called with the number of bytes read. Raises `UsageError` if a file cannot be read
-    or encoded, or if only some documents have answers. Raises `OSError` if the part cannot be
-    written.
+    `advance` is called with the number of bytes read. Raises `UsageError` if only some documents
+    have answers. Raises `OSError` if the part cannot be written.
     """
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_UNFINISHED))
     tokens: dict[str, int] = {}

@@ -30,11 +30,8 @@ def job_workers(threads: int | None) -> Iterator[Workers]:
     the job at once. All processes must call this.
 
     Each process sets RAYON_NUM_THREADS, the number of threads that a `FileTokenizer` uses, to
-    `threads`. By default, the CPUs of a host are divided evenly among its processes.
-
-    Raises:
-        UsageError: if several processes were started without MPI, if MPI cannot be used, or if the
-            launcher's environment variables are invalid.
+    `threads`. By default, the CPUs of a host are divided evenly among its processes. Raises
+    `UsageError` if several processes were started without MPI.
     """
     launch = find_launch(os.environ)
     if launch.through == "tcp":

@@ -57,13 +57,8 @@ class InputFile:
         """Yield the text of the file in order, except for empty documents.
 
         `advance` is called with the number of bytes read from the file. If a text file is read
-        twice, because its hash selects its split, the first time is not counted.
-
-        Raises:
-            UsageError: if the file cannot be read or tokenized, if it is not UTF-8 or has an
-                invalid line, if a long text file cannot be split without changing its tokens, if a
-                chat template is missing, invalid or unnecessary, or if a required package is
-                missing or too old.
+        twice, because its hash selects its split, the first time is not counted. Raises
+        `UsageError` if a long text file cannot be split without changing its tokens.
         """
         if kind(self.path) is TEXT:
             yield from self._text_chunks(tokenizer, advance)
@@ -125,10 +120,7 @@ class InputFile:
 
 
 def characters_of(file: InputFile) -> set[str]:
-    """Return the distinct characters in the text of a file.
-
-    Raises whatever `InputFile.chunks` raises.
-    """
+    """Return the distinct characters in the text of a file."""
     out = set()
     for chunk in file.chunks(CharTokenizer(""), lambda size: None):
         out.update(chunk.text)
@@ -142,11 +134,8 @@ def encode_files(
 
     If the tokenizer has an end-of-text token, it is added after each nonempty document, unless the
     document has answers and already ends with this token. In a document with answers, the
-    end-of-text token counts toward the loss if the document `ends_with_answer`.
-
-    Raises:
-        UsageError: if a file cannot be read or encoded, or if a document with answers contains the
-            end-of-text token before its end. Also raises whatever `InputFile.chunks` raises.
+    end-of-text token counts toward the loss if the document `ends_with_answer`. Raises `UsageError`
+    if a document with answers contains the end-of-text token before its end.
     """
     chunks = itertools.chain.from_iterable(file.chunks(tokenizer, advance) for file in files)
     for (has_answers, _), same in itertools.groupby(chunks, _kind):

@@ -54,10 +54,6 @@ def new_dataset(directory: Path, tokenizer: Tokenizer, source: str) -> Iterator[
     mask (uint8) at its `mask_path`, with one byte per token. When the block ends, meta.json and the
     tokenizer's file, if any, are added, all files are moved to `directory`, and old splits and
     masks that were not replaced are deleted. `source` describes the origin of the text.
-
-    Raises:
-        OSError: if `directory` cannot be written.
-        UsageError: if a mask is too short, or if a spot check finds a byte other than 0 or 1.
     """
     with scratch_folder(directory) as scratch:
         yield scratch
@@ -101,7 +97,7 @@ def write_dataset(
 
     `tokens` maps each of `SPLITS` to its token IDs, shape (tokens,). The IDs must be in the
     tokenizer's vocabulary. `source` describes the origin of the text. Old splits and masks in
-    `directory` are replaced or deleted. Raises `OSError` if `directory` cannot be written.
+    `directory` are replaced or deleted.
     """
     with new_dataset(directory, tokenizer, source) as scratch:
         for split in SPLITS:
