@@ -98,7 +98,7 @@ def run_lm_eval(argv: list[str]) -> None:
     """Run EleutherAI's lm_eval with the command-line options `argv`.
 
     This sets sys.argv. Raises `SystemExit` for --help or an unknown option, and `UsageError` if
-    lm_eval is not installed. Also raises whatever lm_eval, `JaxGPT` and its methods raise.
+    lm_eval is not installed.
     """
     try:
         import lm_eval  # noqa: F401
@@ -120,10 +120,9 @@ def input_folder(
 
     If --input is given, data.path is a temporary folder of tokens. The first process of each host
     writes these tokens, using data.tokenizer or, if `settings` do not contain it, the tokenizer
-    saved with the run. All processes must call this. Raises `UsageError` if
-    --input is combined with a split other than `ALL` or with another data source, or if the
-    checkpoint, the tokenizer or the text cannot be used. Raises `OSError`, as `host_folder` and
-    `write_nanogpt` do.
+    saved with the run. All processes must call this. Raises `UsageError` if --input is combined
+    with a split other than `ALL` or with another data source, or if the run's tokenizer is needed
+    but unknown.
     """
     if arguments.input is None:
         yield settings
@@ -164,9 +163,7 @@ def evaluate(
     """Start JAX, evaluate a checkpoint in a run directory, and return its `loss_record`.
 
     All processes must call this. Process 0 prints warnings to stderr. `arguments` come from
-    `parser`, and `settings` are data settings such as "data.path=DIR". Raises `UsageError` if the
-    checkpoint, the mesh, the data or an option cannot be used. Also raises whatever `input_folder`
-    and `Model` raise.
+    `parser`, and `settings` are data settings such as "data.path=DIR".
     """
     with input_folder(arguments, settings, folder, cluster) as settings:
         trained = cluster.run_on_all(

@@ -22,10 +22,7 @@ class Encoder(NamedTuple):
     after: tuple[int, ...] = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token IDs of a text, by default with special tokens.
-
-        Raises whatever `Tokenizer.encode` raises.
-        """
+        """Return the token IDs of a text, by default with special tokens."""
         tokens = self.tokenizer.encode(text).tolist()
         return [*self.before, *tokens, *self.after] if add_special_tokens else tokens
 
@@ -35,8 +32,7 @@ def encoder_of(folder: Path, tokenizer: Tokenizer) -> Encoder:
 
     If the folder has one of the `SETTINGS` files and the tokenizer is a tokenizer.json, the
     tokenizer.json determines the special tokens, as in transformers 5, and must be able to encode
-    the letter "a". Otherwise, no special tokens are added. Raises `UsageError` if a settings file
-    cannot be read as a JSON object, or if the package `tokenizers` is needed but not installed.
+    the letter "a". Otherwise, no special tokens are added.
     """
     end = tokenizer.end_of_text
     plain = Encoder(tokenizer, end or 0)

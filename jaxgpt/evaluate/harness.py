@@ -58,9 +58,7 @@ class JaxGPT(TemplateLM):
             max_batch_size, device: unused; lm_eval passes them to every model.
             others: unknown arguments, which cause an error.
 
-        Raises `UsageError` if an argument is invalid, if the model cannot be loaded, if it has no
-        tokenizer, or if a launcher started several processes. Also raises whatever `join_alone`,
-        `run_folder`, `encoder_of` and `Model` raise.
+        Raises `UsageError` if an argument is invalid.
         """
         super().__init__()
         del max_batch_size, device
@@ -100,10 +98,7 @@ class JaxGPT(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`.
-
-        Raises whatever `Encoder.encode` raises.
-        """
+        """Return the token IDs of a text, with special tokens unless `add_special_tokens=False`."""
         return self._encoder.encode(string, add_special_tokens is not False)
 
     def _loglikelihood_tokens(
@@ -129,8 +124,7 @@ class JaxGPT(TemplateLM):
         """Return the log-likelihood of each text in nats. Each token is predicted once.
 
         Special tokens that `tok_encode` adds are predicted too. The first token is predicted from
-        `prefix_token_id`. Each window predicts at most `max_length` tokens. Raises whatever
-        `tok_encode` and `Model.score` raise.
+        `prefix_token_id`. Each window predicts at most `max_length` tokens.
         """
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *pair) for pairs in windows for pair in pairs]
@@ -160,8 +154,7 @@ class JaxGPT(TemplateLM):
 
         Raises `UsageError` if a generation option is not supported or out of range, or if
         max_gen_toks leaves no room for a context. Raises `ValueError` if temperature or
-        max_gen_toks is not a number. Also raises whatever `tok_encode` and `Model.stream_tokens`
-        raise.
+        max_gen_toks is not a number.
         """
         out, seeds = [], collections.Counter[str]()
         for request in requests:

@@ -28,7 +28,7 @@ def log_likelihoods(model: Model, pairs: Sequence[Pair]) -> list[LogLikelihood]:
 
     A context must have at least one token, and a continuation must have at most `model.block_size`
     tokens. The caller must ensure that all tokens are in the vocabulary. A context is truncated on
-    the left if it is too long. All processes must call this. Raises whatever `Model.score` raises.
+    the left if it is too long. All processes must call this.
     """
     rows = [(p.context + p.continuation)[-(model.block_size + 1) :] for p in pairs]
     by_length = defaultdict(list)

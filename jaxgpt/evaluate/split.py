@@ -117,9 +117,7 @@ class Split:
         The chunks of `read_chunks` are counted separately, as in `Tokenizer.count_bytes`.
         End-of-text tokens, and tokens that do not count toward the loss, are excluded. All tokens
         are read and checked. If the tokenizer is unknown, every number is None, and masks are not
-        read. Raises `UsageError` if a file cannot be read or is too short, if a mask is invalid, if
-        a token is not in the model's or the tokenizer's vocabulary, or if the tokenizer needs a
-        package that is not installed.
+        read.
         """
         return [self._count_bytes(text) for text in self.texts]
 
@@ -148,10 +146,7 @@ class Split:
             )
 
     def rows(self) -> Rows:
-        """Return the rows of all `texts`, in order.
-
-        Reading a row raises `UsageError` if a file cannot be read or is too short.
-        """
+        """Return the rows of all `texts`, in order."""
         firsts = list(itertools.accumulate(map(len, self.windows), initial=0))
         texts = self.texts
 
@@ -166,14 +161,9 @@ class Split:
 def open_split(trained: Trained, name: str, stride: int | None = None) -> Split:
     """Open a split of the data in `trained.config`, or all of the data if `name` is `ALL`.
 
-    Rows start `stride` >= 1 tokens apart. The default is `trained.block_size`.
-
-    Raises:
-        UsageError: if the data's tokenizer differs from the model's and data.accept_changes is not
-            set, if the tokenizers cannot be compared, if the weights were imported and no data
-            setting is given, if the end-of-text token for data.document_mask is unknown or outside
-            the vocabulary, or if the stride is larger than a row. Also raises whatever
-            `with_moved_tokenizer` and `open_dataset` raise.
+    Rows start `stride` >= 1 tokens apart. The default is `trained.block_size`. Raises `UsageError`
+    if the weights were imported and no data setting is given, or if the stride is larger than a
+    row.
     """
     config, T = with_moved_tokenizer(trained.config, Path(trained.where)), trained.block_size
     if stride is not None and stride > T:
@@ -198,8 +188,7 @@ def _compare_tokenizers(trained: Trained, dataset: Dataset) -> tuple[str, ...]:
     """Raise `UsageError` if the tokenizers of the data and the model differ; return warnings.
 
     If data.accept_changes is set, different tokenizers only cause a warning. An unknown tokenizer
-    also causes a warning, unless the data comes from the run. Also raises whatever `same_tokens`
-    raises.
+    also causes a warning, unless the data comes from the run.
     """
     source, ours, theirs = dataset.sources[0].entry, trained.tokenizer, dataset.tokenizer
     if theirs is None or ours is None:
@@ -228,8 +217,7 @@ def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
     """Yield (index of the first token, token IDs) for chunks of at most `CHUNK_TOKENS` tokens.
 
     The IDs have shape (n,) and the file's dtype. If possible, chunks end at document boundaries,
-    because some tokenizers can only decode complete documents. Raises `UsageError` if the file
-    cannot be read or is too short.
+    because some tokenizers can only decode complete documents.
     """
     first = 0
     while first < text.size:
@@ -245,8 +233,7 @@ def read_chunks(text: Tokens, end_of_text: int | None) -> Iterator[tuple[int, np
 def _counted(text: Tokens, first: int, values: np.ndarray) -> np.ndarray:
     """Return the values of the tokens that count toward the loss.
 
-    `values` (n,) has one value for each token, starting at token `first`. Raises `UsageError` if
-    the loss mask cannot be read or is invalid.
+    `values` (n,) has one value for each token, starting at token `first`.
     """
     return values if text.mask is None else values[text.read_weights(first, values.size) > 0]
 
@@ -256,8 +243,6 @@ def corpus_losses(model: Model, split: Split, n_bytes: list[int | None]) -> dict
 
     Losses are summed in float64 on the host. The order of summation does not depend on the batch
     size or the mesh. `n_bytes` is the result of `Split.count_bytes`. All processes must call this.
-    Raises `UsageError` if a file cannot be read or is too short, or if a loss mask is invalid. Also
-    raises whatever `Model.score` raises.
     """
     scores = model.score(split.rows())
     found: dict[str, list[Loss]] = defaultdict(list)

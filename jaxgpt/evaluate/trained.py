@@ -54,9 +54,7 @@ def run_folder(where: str, cluster: ProcessGroup) -> Iterator[Path]:
 
     A Hugging Face Transformers model is given as hf:FOLDER, or as a folder with a config.json and
     no checkpoints. The first process of each host converts the model. All processes must call this.
-    Raises `UsageError` if the path is invalid, or if the folder does not exist or cannot be
-    converted. Raises `OSError` if the folder cannot be accessed or no temporary folder can be
-    created.
+    Raises `UsageError` if the folder does not exist.
     """
     if not where.startswith(TRANSFORMERS):
         given = Path(expand_user(where))
@@ -86,7 +84,7 @@ def host_folder(name: str, write: Callable[[Path], None], cluster: ProcessGroup)
     wrote the folder removes it at the end, without waiting for other processes. Each host has a
     separate folder, because hosts might not share temporary folders. All processes must call this.
     If `write` raises `UsageError` on any host, all processes raise `UsageError`. Raises `OSError`
-    if no temporary folder can be created, or if `write` raises it.
+    if no temporary folder can be created.
     """
     with contextlib.ExitStack() as at_end:
 
@@ -120,10 +118,7 @@ def find_trained(
         settings: data settings, "data.KEY=VALUE", which override the run's.
         block_size: length T of the longest row, at least 1; default the model's.
 
-    Raises `UsageError` if there is no such checkpoint, if its metadata cannot be read, if its
-    tokenizer's file is missing, unreadable or has changed, if the mesh is malformed or does not fit
-    the run's configuration and `block_size`, if `dtype` or `settings` are invalid or contradict
-    each other, or if `block_size` is larger than the model's.
+    Raises `UsageError` if `block_size` is larger than the model's.
     """
     step = choose_checkpoint(where, step)
     meta = read_meta(where, step)
@@ -153,7 +148,7 @@ def find_trained(
 def without_training(config: Config) -> Config:
     """Return a configuration without dropout, and with one microbatch for each pipeline stage.
 
-    A `stage` axis of size -1 counts as 1. Raises `UsageError` if parallel.mesh is malformed.
+    A `stage` axis of size -1 counts as 1.
     """
     n_stages = parse_mesh(config.parallel.mesh).split_of("splits_layers")
     return config.replace(model__dropout=0.0, train__gradient_accumulation_steps=n_stages)
