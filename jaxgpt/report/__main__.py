@@ -152,9 +152,7 @@ def plots_text(run: RunFiles, width: int) -> str:
 def rows_report(runs: list[RunFiles], given: Any, width: int) -> None:
     """Print a table with a row for each run or each start, and write the requested files.
 
-    Raises `UsageError` if there are rows and --sort names an unknown column, if a file cannot be
-    written, or if --png is given but matplotlib is missing. Raises `OSError` if a starts.jsonl
-    cannot be read.
+    Raises `UsageError` if there are rows and --sort names an unknown column.
     """
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -219,8 +217,6 @@ def spikes_report(runs: Sequence[RunFiles], width: int, png: Path | None) -> Non
 
     The lines of the tables have at most `width` characters. The plot is written to the file `png`.
     If `png` is None, nothing is plotted.
-
-    Raises `UsageError` if the plot cannot be written or matplotlib is missing.
     """
     if png is not None:
         draw_png(runs, png, PANELS[:1])

@@ -63,8 +63,6 @@ def draw_png(runs: Sequence[RunFiles], path: Path, panels: Sequence[Panel] = PAN
 
     The legends are outside the panels: the curves above each panel, and the runs (if there are
     several) and the marks below all panels.
-
-    Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     found = [(panel, [series_of(run, panel) for run in runs]) for panel in panels]
     found = [pair for pair in found if any(len(curves[0].columns["y"]) for curves, _ in pair[1])]
@@ -118,7 +116,6 @@ def draw_startup(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot the start-up times (in seconds) from `start_rows`, and write the plot to a file.
 
     Starts with an unknown time are left out.
-    Raises `UsageError` if the file cannot be written or matplotlib is missing.
     """
     points = [(r["processes"], r["seconds"]) for r in rows if r["seconds"] is not None]
     with picture(path, 7, 5) as figure:

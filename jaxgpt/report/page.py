@@ -122,10 +122,7 @@ class Plots:
 
 
 def page(runs: Sequence[RunFiles], title: str) -> str:
-    """Return the report on one or more runs as one HTML page.
-
-    Raises `UsageError` if Bokeh is not installed, and `OSError` if a starts.jsonl cannot be read.
-    """
+    """Return the report on one or more runs as one HTML page."""
     plots = Plots(runs, min(MAX_POINTS, 6000 // len(runs)))  # so that the page stays small
     from bokeh.embed import file_html
     from bokeh.resources import INLINE
@@ -135,10 +132,7 @@ def page(runs: Sequence[RunFiles], title: str) -> str:
 
 
 def sections(runs: Sequence[RunFiles], title: str) -> dict[str, str]:
-    """Return the HTML `above` and `below` the plots of one or more runs.
-
-    Raises `OSError` if a starts.jsonl cannot be read.
-    """
+    """Return the HTML `above` and `below` the plots of one or more runs."""
     rows = [run.row() for run in runs]
     cells = [[html.escape(str("-" if v is None else v)) for v in r.values()] for r in rows]
     for i, run in enumerate(runs):

@@ -18,8 +18,7 @@ def serve(paths: Sequence[Path], port: int) -> None:
     Blocks until interrupted. New runs appear only at /, and only after the page is reloaded. The
     files in run directories are not served. Call this in the main thread.
 
-    Raises `UsageError` if a path has no run, if a metrics.jsonl cannot be read, if Bokeh is not
-    installed, or if the port cannot be opened.
+    Raises `UsageError` if the port cannot be opened.
     """
     runs = read_runs(paths)
     Plots(runs[:1], MAX_POINTS)  # raises `UsageError` if Bokeh is not installed
@@ -41,8 +40,6 @@ def page_of(paths: Sequence[Path]) -> Callable[[Any], None]:
     """Return a function that fills a Bokeh document with the runs in `paths`.
 
     The document shows the `MAX_RUNS` most recently active runs, and is updated every `PERIOD` ms.
-    The function raises `UsageError` if a path has no run or a metrics.jsonl cannot be read, and
-    `OSError` if a starts.jsonl cannot be read.
     """
 
     def fill(document: Any) -> None:
