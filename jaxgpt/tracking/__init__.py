@@ -90,9 +90,7 @@ class Trackers:
 
         The link is opened only under `jaxgpt.launch --restarts`. The trackers and the link run in
         separate threads. `run` and `resume_step` are as in `Tracker.open`, and train.trackers must
-        have passed `check_trackers`. `say` prints a message. Raises `UsageError` if metrics.jsonl
-        or its copy cannot be written (see `JsonLines.open`), and `OSError` if metrics.jsonl exists
-        but cannot be read.
+        have passed `check_trackers`. `say` prints a message.
         """
         self._say = say
         self._failing: set[str] = set()

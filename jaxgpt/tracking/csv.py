@@ -16,8 +16,7 @@ class Csv:
 
     The columns have the same names as in metrics.jsonl, but `kind`, lists and tuples have no
     column. Nested names are joined with `/`. Missing values are empty, and non-finite numbers are
-    `nan`, `inf` or `-inf`. Methods raise `OSError` if the folder or a row cannot be written, and
-    also whatever `read_table` and `write_table` raise.
+    `nan`, `inf` or `-inf`. Methods raise `OSError` if the folder or a row cannot be written.
     """
 
     def open(self, run: Any, resume_step: int | None) -> None:
@@ -100,10 +99,7 @@ def read_table(path: Path) -> tuple[list[str], list[Row]]:
 
 
 def write_table(path: Path, columns: list[str], rows: list[Row]) -> None:
-    """Write a CSV file atomically. Each key of a row must be in `columns`.
-
-    Raises `UsageError` if the file cannot be written.
-    """
+    """Write a CSV file atomically. Each key of a row must be in `columns`."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()

@@ -100,10 +100,7 @@ class Samples:
         self._file.write(*texts)  # even if `texts` is empty, this retries earlier samples
 
     def rewind(self, step: int) -> None:
-        """Rewrite the file from metrics.jsonl, as `open` does.
-
-        Raises `OSError` if one of these files cannot be read or written.
-        """
+        """Rewrite the file from metrics.jsonl, as `open` does."""
         self._file.reopen()
         self.open(self._run, step)
 
@@ -171,8 +168,7 @@ def truncate_metrics(
     """Drop the steps after `step` from metrics.jsonl, except records of `PERSISTENT_KINDS`.
 
     Records equal to `replaces` are also dropped, and so are lines without a valid kind and step. If
-    `record` is given, it is appended. Raises `UsageError` if the file cannot be written, and
-    `OSError` if it cannot be read.
+    `record` is given, it is appended.
     """
     kept = [line for line, r in _whole_lines(path) if r != replaces and _stays(r, step)]
     atomic_write_text(path, "".join(kept) + (json_line(record) if record else ""))

@@ -31,8 +31,7 @@ class RunFiles:
     def __init__(self, directory: Path, name: str):
         """Read the run's metrics.jsonl. Reports show the run as `name`.
 
-        Raises `UsageError` if the file cannot be read. A missing file is not an error, because a
-        run may fail before its first record.
+        A missing file is not an error, because a run may fail before its first record.
         """
         self.directory, self.name = directory, name
         self._position, self._tail = 0, b""  # size and last bytes of the part that has been read
@@ -205,8 +204,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     """Return the runs in `paths`. Each path is a run, or a folder with runs at any depth.
 
     The search of a folder skips the directories of runs, and does not follow symbolic links to
-    folders of runs. Raises `UsageError` if there is no run at a path, or if a metrics.jsonl cannot
-    be read.
+    folders of runs. Raises `UsageError` if there is no run at a path.
     """
     found: dict[Path, str] = {}
     for path in paths:

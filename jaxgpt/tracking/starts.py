@@ -82,7 +82,7 @@ def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     "job". If the start of the job is unknown, `seconds` is measured from the start of the process,
     and `from` is "process". `seconds` is rounded to 0.1 s. `time` is the local time of the start as
     text, and `hosts` is the number of hosts. `result` is `done`, `stopped`, `dead` or, for the last
-    start, `running`. Raises `OSError` if starts.jsonl cannot be read.
+    start, `running`.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):

@@ -23,7 +23,7 @@ class Trackio:
 
     The database is in TRACKIO_DIR. The default is $HF_HOME/trackio. The default of HF_HOME is
     huggingface in $XDG_CACHE_HOME or, if that is not set, in ~/.cache. Methods raise `OSError` if
-    this folder cannot be written, and also whatever trackio and sqlite3 raise.
+    this folder cannot be written.
     """
 
     extra = "trackio"  # name of the required package, and of the jaxgpt extra that installs it

@@ -30,10 +30,9 @@ class Wandb:
     W&B accepts values only for the newest step. Evaluations and some other records may belong to an
     earlier step, so their charts have a separate x-axis, such as `eval/at_step`.
 
-    `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods also
-    raise W&B's own errors, and `UsageError` if the file that stores the run ID cannot be written.
-    They raise `ValueError` if this file is damaged. They raise `OSError` if this file or
-    metrics.jsonl cannot be read, or if the folder for W&B's files cannot be created.
+    `open` and `rewind` raise `UsageError` if W&B is online and there is no API key. Methods raise
+    `ValueError` if the file that stores the run ID is damaged. They raise `OSError` if this file
+    cannot be read, or if the folder for W&B's files cannot be created.
     """
 
     extra = "wandb"  # name of the required package, and of the jaxgpt extra that installs it
