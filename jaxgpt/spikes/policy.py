@@ -55,8 +55,7 @@ def read_rewinds(directory: Path) -> list[dict[str, Any]]:
 def skipped_by_rewinds(directory: Path, sizes: BatchSizes) -> list[tuple[int, int]]:
     """Return the ranges of steps that the rewinds of a run skip, as inclusive (first, last) pairs.
 
-    With the batch sizes `sizes`, these steps contain the sequences that the rewinds skip. Raises
-    `UsageError`, as `read_rewinds` does.
+    With the batch sizes `sizes`, these steps contain the sequences that the rewinds skip.
     """
     return [skipped_by(rewind, sizes) for rewind in read_rewinds(directory)]
 
@@ -90,7 +89,6 @@ def decide_rewind(
     Raises:
         NoRewind: if there have been too many consecutive rewinds, or if there is no checkpoint to
             go back to and the spike is at step checkpoint.interval + spike.rewind_margin or later.
-        UsageError: if rewinds.json is damaged or unreadable.
     """
     step, settings, interval = spike["step"], config.spike, config.checkpoint.interval
     latest = step - settings.rewind_margin
@@ -142,10 +140,7 @@ def _rewinds_in_a_row(rewinds: list[dict[str, Any]], to: int) -> int:
 
 
 def pending_rewind(directory: Path) -> dict[str, Any] | None:
-    """Return the last rewind of a run if its commit was interrupted, otherwise None.
-
-    Raises `UsageError`, as `read_rewinds` does.
-    """
+    """Return the last rewind of a run if its commit was interrupted, otherwise None."""
     rewinds = read_rewinds(directory)
     return rewinds[-1] if rewinds and not rewinds[-1]["done"] else None
 
@@ -162,10 +157,6 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
         rewind: the rewind, in the format of `read_rewinds`. It may be the pending rewind.
         to: the step of the restored checkpoint; 0 is the initial state. It is lower than
             `rewind["to"]` if the checkpoint of that step was damaged or is missing.
-
-    Raises:
-        UsageError: if a file cannot be written, or if rewinds.json is damaged or unreadable.
-        OSError: if metrics.jsonl cannot be read.
     """
     rewinds = [r for r in read_rewinds(directory) if r["done"]]
     rewind = {**rewind, "to": to, "dropped": [to + 1, rewind["dropped"][1]]}
@@ -195,13 +186,9 @@ def commit_rewind(directory: Path, rewind: dict[str, Any], to: int) -> None:
 def finish_rewind(directory: Path) -> None:
     """Remove the checkpoints of abandoned steps, and mark the last rewind as done.
 
-    Checkpoints in checkpoint.local are not removed. The run must have at least one rewind. If
-    there is an error, this is repeated when the run starts again.
-
-    Raises:
-        OSError: if a checkpoint cannot be removed.
-        UsageError: if rewinds.json is damaged or cannot be read or written, or if the checkpoints
-            folder cannot be read.
+    Checkpoints in checkpoint.local are not removed. The run must have at least one rewind. If there
+    is an error, this is repeated when the run starts again. Raises `OSError` if a checkpoint cannot
+    be removed.
     """
     rewinds = read_rewinds(directory)
     for step in reversed(list_checkpoints(directory)):
