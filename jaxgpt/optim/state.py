@@ -19,7 +19,7 @@ def n_moments(config: OptimizerConfig, for_embedding: bool = False) -> int:
 
     If `for_embedding` is True, return the number for the token embedding instead. Muon keeps more
     moments for it. A moment has the size of the matrix, so Adafactor's row and column means do not
-    count. Raises `UsageError` if optimizer.name is unknown.
+    count.
     """
     matrix = Weight("matrix", (1, 256, 256), ("layers", "embed", "mlp"), "matrix", 1)
     if for_embedding:
