@@ -122,10 +122,8 @@ KERNELS = {
 def choose_attention(setting: AttentionSetting) -> tuple[str, str]:
     """Return the name of the kernel to run, and the reason for the choice.
 
-    Ring attention uses its own kernel instead.
-
-    Raises:
-        UsageError: if model.attention names a kernel that is unknown or cannot run.
+    Ring attention uses its own kernel instead. Raises `UsageError` if model.attention names a
+    kernel that is unknown or cannot run.
     """
     chosen = setting.config.attention
     if chosen != "auto":
@@ -168,10 +166,8 @@ def _first_kernel(setting: AttentionSetting) -> str:
 def stores_scores(config: ModelConfig) -> bool:
     """Return `Kernel.stores_scores` for the kernel selected by model.attention.
 
-    For model.attention=auto, this assumes a CPU and no document mask.
-
-    Raises:
-        UsageError: if model.attention names an unknown kernel.
+    For model.attention=auto, this assumes a CPU and no document mask. Raises `UsageError` if
+    model.attention names an unknown kernel.
     """
     name = config.attention
     if name == "auto":

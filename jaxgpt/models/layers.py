@@ -216,10 +216,7 @@ class AttentionInputs(NamedTuple):
 
 
 class SelfAttention(nnx.Module):
-    """Causal attention with H query heads and G key-value heads of size K.
-
-    Raises `UsageError` if `tensor` does not divide H.
-    """
+    """Causal attention with H query heads and G key-value heads of size K."""
 
     def __init__(self, build: LayerBuilder):
         config = build.config

@@ -19,10 +19,7 @@ AuxLosses = dict[str, jax.Array]
 
 
 class MLP(nnx.Module):
-    """MLP down(activation(up(x))) with F hidden units.
-
-    Raises `UsageError` if `tensor` does not divide F.
-    """
+    """MLP down(activation(up(x))) with F hidden units."""
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
         D, F = build.config.n_embd, build.config.mlp_width
@@ -39,7 +36,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """Gated MLP down(activation(gate(x)) * up(x)), with F hidden units (arXiv 2002.05202).
 
-    One matmul computes both gate(x) and up(x). Raises `UsageError` if `tensor` does not divide F.
+    One matmul computes both gate(x) and up(x).
     """
 
     def __init__(self, activation: Callable[[jax.Array], jax.Array], build: LayerBuilder):
@@ -141,7 +138,7 @@ MLPS: dict[str, Callable[[LayerBuilder], nnx.Module]] = {
 def make_mlp(build: LayerBuilder) -> nnx.Module:
     """Return the MLP that `model.mlp` selects.
 
-    Raises `UsageError` if the name is unknown, or if `tensor` does not divide F.
+    Raises `UsageError` if the name is unknown.
     """
     name = build.config.mlp
     if name not in MLPS:

@@ -114,8 +114,7 @@ class GPT(nnx.Module):
             rngs: random keys for the initial parameters.
 
         Raises:
-            UsageError: if `config.vocab_size` is None, if `config.mlp` is unknown, or if
-                `parallel.tensor` does not divide H or F.
+            UsageError: if `config.vocab_size` is None.
         """
         if config.vocab_size is None:
             raise UsageError(
@@ -380,8 +379,7 @@ class GPT(nnx.Module):
 def gpt_graph(config: ModelConfig, **options: Any) -> nnx.GraphDef:
     """Return the network's `GraphDef` for `nnx.merge`, without allocating parameters.
 
-    `options` are keyword arguments of `GPT` other than `rngs`. Raises `UsageError` under the same
-    conditions as `GPT`.
+    `options` are keyword arguments of `GPT` other than `rngs`.
     """
     return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0), **options)))
 

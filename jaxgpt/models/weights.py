@@ -74,11 +74,8 @@ class Weight:
 def weights(config: ModelConfig) -> Params:
     """Return the `Weight` of every parameter, with the nested structure of the parameters.
 
-    No parameter is allocated. The result is cached, so do not modify it.
-
-    Raises:
-        UsageError: if `config.vocab_size` is None, if model.mlp is unknown, or if a weight has an
-            unknown logical axis.
+    No parameter is allocated. The result is cached, so do not modify it. Raises `UsageError` if a
+    weight has an unknown logical axis.
     """
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     described = {}
@@ -103,10 +100,7 @@ def weights(config: ModelConfig) -> Params:
 
 
 def layer_matrices(config: ModelConfig) -> list[Weight]:
-    """Return the matrices inside the layers, each stacked over all layers.
-
-    Raises `UsageError` under the same conditions as `weights`.
-    """
+    """Return the matrices inside the layers, each stacked over all layers."""
     return [w for w in jax.tree.leaves(weights(config)) if w.role == "matrix" and w.n_layers]
 
 
@@ -115,7 +109,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 
     Vocabulary padding is not counted. Lookup embeddings are the position embeddings and, if weights
     are untied, the token embeddings. If weights are tied, the second number is the one that nanoGPT
-    reports for the same vocab_size. Raises `UsageError` under the same conditions as `weights`.
+    reports for the same vocab_size.
     """
     found = jax.tree.leaves(weights(config))
     looked_up = LOOKED_UP_ROLES[1:] if config.tie_embeddings else LOOKED_UP_ROLES
@@ -134,9 +128,6 @@ def activation_bytes(model: ModelConfig, with_logits: bool = True) -> int:
     Args:
         model: model options, with vocab_size set.
         with_logits: include the logits and their gradient, 8 T V bytes.
-
-    Raises:
-        UsageError: under the same conditions as `weights`, or if model.attention is unknown.
     """
     T, L, D, H = model.block_size, model.n_layer, model.n_embd, model.n_head
     products = 2 * sum(w.size for w in layer_matrices(model)) // (L * D)
