@@ -45,10 +45,6 @@ def job_mesh(config: Config, hosts: Sequence[int] | None = None) -> Mesh:
 
     Args:
         hosts: the host number of each process; see `make_mesh`.
-
-    Raises:
-        UsageError: if parallel.mesh is malformed or does not match the number of devices, the
-            model, the batch size or other settings.
     """
     shape = mesh_shape(config, jax.device_count())
     check_batch(config, shape)
