@@ -121,11 +121,6 @@ def _look_up(config: Config, run: Path | None, step: int, wanted: str | None) ->
     """Return the `wanted` rows of a step.
 
     `wanted` has the format of `--rows`. `run` is None if there is no run directory.
-
-    Raises:
-        UsageError: if the data, rewinds.json or a checkpoint's JSON cannot be read, if a setting is
-            invalid or does not fit the data, or if `wanted` is not a valid range of rows.
-        OSError: if metrics.jsonl cannot be read.
     """
     config = with_moved_tokenizer(config, run) if run else config
     dataset = open_dataset(config.data, config.model)
@@ -228,7 +223,7 @@ def _checkpoint_near(run: Path, step: int) -> tuple[int, dict[str, Any]] | None:
     """Return the step and JSON of the first undamaged checkpoint at or after a step.
 
     If there is no such checkpoint, return those of the newest undamaged one. Return None if there
-    is none. Raises whatever `valid_checkpoints` raises.
+    is none.
     """
     if not (saved := valid_checkpoints(run)):
         return None
@@ -249,11 +244,6 @@ def differences(config: Config, dataset: Dataset, run: Path | None, step: int) -
     checkpoint, they are compared with the newest undamaged one. If the run restarted between that
     checkpoint and `step`, data.blend and train.seed are not compared. `run` is None if there is no
     run directory.
-
-    Raises:
-        UsageError: if the data or rewinds.json cannot be read or is invalid, or if the setting
-            train_range_to_skip is malformed. Also raises whatever `valid_checkpoints` raises.
-        OSError: if metrics.jsonl cannot be read.
     """
     notes = []
     rewound = skipped_by_rewinds(run, batch_sizes(run, config)) if run else ()
@@ -305,8 +295,7 @@ def row_losses(
 
     The parameters come from the checkpoint of step `at`. Each mean is weighted by the loss weights,
     if there are any. If all weights of a row are 0, the row's mean is 0. This starts JAX. All
-    processes must call this. Also raises whatever `without_training`, `Model` and `Model.score`
-    raise.
+    processes must call this.
     """
     size = min(len(rows.tokens), config.microbatch_size)
     # Use any attention kernel that runs here, because training may have used other devices.
@@ -323,7 +312,6 @@ def show(rows: StepRows, as_json: bool) -> None:
     """Print the records and text of rows, or JSON lines with token IDs and any loss weights.
 
     If there is no tokenizer, token IDs are printed instead of text, and `text` in JSON is null.
-    Raises `UsageError` if the tokenizer needs a package that is not installed.
     """
     tokenizer, weights = rows.dataset.tokenizer, rows.weights
 

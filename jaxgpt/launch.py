@@ -174,9 +174,8 @@ def check_settings(command: list[str], n_processes: int, restarts: int) -> None:
 def make_layout(arguments: argparse.Namespace, command: list[str]) -> ProcessLayout:
     """Return the hosts of the job and the number of processes on each host.
 
-    Raises `UsageError` if the options contradict the job or each other, if COMMAND is missing or
-    starts with `jaxgpt.`, if a launcher started this process, or if the host list or an environment
-    variable is invalid.
+    Raises `UsageError` if COMMAND is missing or starts with `jaxgpt.`, if --spare-nodes is given
+    without --restarts, or if a launcher started this process.
     """
     launch = find_launch(os.environ)
     if launch.variable is not None:

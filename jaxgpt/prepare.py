@@ -110,10 +110,8 @@ def prepare(
     None, this process tokenizes them alone.
 
     Raises:
-        UsageError: if an option or the input is invalid, if Tiny Shakespeare cannot be downloaded,
-            if a required package is missing or too old, or if `check_new` rejects `directory`.
         OSError: if `directory` or a temporary file cannot be accessed or written, or if Python's
-            source code cannot be read. Also raises whatever `prepare_text` raises.
+            source code cannot be read.
     """
     if arguments.command != "text":
         if arguments.out is not None:  # the default folder is reserved for this dataset

@@ -123,14 +123,6 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     Process 0 prints a line for each distinct step, in ascending order. `steps` must not be empty.
     `mesh` has the format of `--mesh`. If `mesh` is None, the run's mesh at the first repeated step
     is used. All processes must call this. This starts JAX.
-
-    Raises:
-        UsageError: if `run` is not a run directory with checkpoints, if the mesh is invalid or does
-            not fit the devices, if a checkpoint cannot be read or has an invalid configuration, if
-            the data has changed or cannot be read, or if a step cannot be repeated.
-        DamagedCheckpoint: if a checkpoint to restore is damaged.
-        OSError: if metrics.jsonl cannot be read.
-        RuntimeError: if JAX fails. Also raises whatever `initialize_jax` and `Repeater` raise.
     """
     history = cluster.run_on_all(read_history, run, steps)
     mesh = mesh or history.stretches[0].conditions[0].mesh.replace(" ", ",")
@@ -160,9 +152,7 @@ def read_history(run: Path, steps: Sequence[int]) -> History:
     """Return what a run has recorded, with a stretch for each distinct step of `steps`.
 
     Checkpoints with damaged JSON are ignored. Raises `UsageError` if `run` is not a run directory
-    with checkpoints, if the folder or the JSON of a checkpoint cannot be read, if the JSON belongs
-    to another step or has an invalid configuration, or if a step was skipped, was not logged or
-    cannot be repeated. Raises `OSError` if metrics.jsonl cannot be read.
+    with checkpoints, or if a step was skipped, was not logged or cannot be repeated.
     """
     if not (run / METRICS).exists():
         raise UsageError(f"--run {run}: has no {METRICS}; give a run directory")
@@ -210,10 +200,7 @@ def read_history(run: Path, steps: Sequence[int]) -> History:
 def _parts(
     run: Path, saved: dict[int, dict[str, Any]], sizes: BatchSizes, before: int, last: int
 ) -> list[Part]:
-    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant.
-
-    Raises `UsageError` if a configuration is invalid.
-    """
+    """Split steps `before` + 1 to `last` into ranges over which the batch size is constant."""
 
     def settings_of(step: int) -> dict[str, Any]:
         """Return the configuration of the nearest checkpoint with this step's batch size.
@@ -287,10 +274,7 @@ class Repeater:
         """Open the data and compile the train step; all processes must call this.
 
         `skipped` contains the steps that the run skipped. JAX must have been started. Raises
-        `UsageError` if the data cannot be read or does not match `fingerprints`, if the mesh does
-        not fit the devices or the configuration, or if another setting is invalid or cannot be used
-        on these devices. Raises `RuntimeError` if JAX fails. Also raises whatever
-        `with_moved_tokenizer` raises.
+        `UsageError` if the data does not match `fingerprints`.
         """
         self.config = config
         config = cluster.run_on_all(with_moved_tokenizer, config, run)
@@ -323,8 +307,7 @@ class Repeater:
         `state` must be the state before the first step. All steps must have the batch size in the
         configuration. The caller must not use `state` afterwards, because its arrays are donated.
         The metrics are those in `COMPARED`, as float32 NumPy arrays of shape (). The loss is in
-        nats per token. All processes must call this. Raises `UsageError` if the data is invalid or
-        cannot be read, and `RuntimeError` if JAX fails.
+        nats per token. All processes must call this.
         """
         import jax
 
@@ -343,8 +326,8 @@ class Repeater:
     def restore_or_init(self, step: int) -> Any:
         """Return the state in the checkpoint of `step`, or the initial state if `step` is 0.
 
-        The initial state has random weights, even if train.init_from is set. All processes
-        must call this. Raises the same errors as `Checkpoints.restore`.
+        The initial state has random weights, even if train.init_from is set. All processes must
+        call this.
         """
         from jaxgpt.train.restart import initial_state
         from jaxgpt.train.state import restore_state

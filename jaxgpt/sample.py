@@ -72,10 +72,8 @@ def main(argv: list[str] | None = None) -> None:
 def write(arguments: argparse.Namespace) -> None:
     """Generate samples. Process 0 prints them, separated by `---` lines.
 
-    This connects the processes of the job. Raises whatever `check_options` and `join_process_group`
-    raise. In a single-process job, this also raises whatever `samples` raises, and `OSError` if
-    stdout cannot be written (`BrokenPipeError` if the output pipe is closed). In a job with several
-    processes, these errors end the job.
+    This connects the processes of the job. In a single-process job, raises `BrokenPipeError` if the
+    output pipe is closed. In a job with several processes, an error ends the job.
     """
     check_options(arguments)
     with join_process_group() as cluster:
@@ -107,8 +105,7 @@ def read_prompts(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[st
     """Return the prompts to continue, by default one empty prompt.
 
     As in nanoGPT, `--prompt FILE:NAME` reads the prompt from the file NAME. Raises `UsageError` if
-    a file cannot be read, if the --prompts file has an invalid line or no prompts, or if the
-    tokenizer cannot encode a prompt.
+    the tokenizer cannot encode a prompt.
     """
     if arguments.prompts is not None:
         prompts = read_prompt_file(arguments.prompts)
@@ -141,7 +138,7 @@ def read_prompt_file(path: Path) -> dict[str, str]:
 
     The keys of the dict name the file and the line, for use in error messages. In a .jsonl file,
     each line must be a JSON string, or an object with a `prompt` string. Raises `UsageError` if a
-    line is invalid, or if the file cannot be read or has no prompts.
+    line is invalid, or if the file has no prompts.
     """
     prompts = {}
     for number, line in enumerate(read_text(path, f"--prompts {path}").split("\n"), 1):
@@ -168,8 +165,7 @@ def samples(arguments: argparse.Namespace, cluster: ProcessGroup) -> Iterator[li
 
     With --stream, partial samples are also yielded as they are generated. The same list object is
     yielded after each batch, with the new samples appended. All processes must exhaust the
-    iterator. Raises `UsageError` if the run, its tokenizer, the mesh or a prompt cannot be
-    used. Also raises whatever `run_folder`, `Model` and `Model.stream` raise.
+    iterator.
     """
     with run_folder(arguments.run, cluster) as folder:
         trained = cluster.run_on_all(find_trained, folder, arguments.step, arguments.mesh)
