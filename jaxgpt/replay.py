@@ -9,6 +9,7 @@ line shows the first difference, and the exit status is 1. Nothing is written to
 
 import argparse
 import contextlib
+import hashlib
 import math
 import sys
 from collections.abc import Sequence
@@ -125,6 +126,11 @@ def replay(run: Path, steps: Sequence[int], mesh: str | None, cluster: ProcessGr
     is used. All processes must call this. This starts JAX.
     """
     history = cluster.run_on_all(read_history, run, steps)
+    digest = hashlib.sha256(repr(history).encode()).hexdigest()
+    if len(set(cluster.allgather(digest))) > 1:
+        raise UsageError(
+            f"--run {run}: has changed while it was read; try again when the run has ended"
+        )
     mesh = mesh or history.stretches[0].conditions[0].mesh.replace(" ", ",")
     sizes, differs, repeater = BatchSizes(history.batch_sizes), False, None
     for stretch in history.stretches:

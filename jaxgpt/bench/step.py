@@ -1,6 +1,6 @@
 """Time, rates and memory of training steps.
 
-Each round times the trainer's loop, the compiled step alone (on a single batch) and a large matmul.
+Each round times the training loop, the compiled step alone (on a single batch) and a large matmul.
 All three therefore run under the same machine load.
 """
 
@@ -34,7 +34,7 @@ def run(
     profile: Path | None = None,
     rounds: int = ROUNDS,
 ) -> Result:
-    """Time `rounds` rounds of `steps` steps, in the trainer's loop and with the compiled step only.
+    """Time `rounds` rounds of `steps` steps, in the training loop and with the compiled step only.
 
     If `steps` is None, `steps_per_round` chooses the number of steps. `settings` are command-line
     settings. If `synthetic` is set, random tokens replace the data. If `profile` is set, a trace of
@@ -80,7 +80,7 @@ def measure(rounds: Rounds, job: BenchJob, n_rounds: int, n_steps: int | None) -
         "steps_per_round": n_steps,
         **rates(rounds, trained, products, size),
         "alone_seconds_per_step": Value(spread(alone), "s", "the compiled step alone"),
-        "more_than_alone": Value(longer, "%", "overhead of the trainer's loop"),
+        "more_than_alone": Value(longer, "%", "overhead of the training loop"),
         "compile_seconds": Value(rounds.compile_seconds, "s", f"with tracing; {rounds.cache}"),
         **used,
     }
@@ -120,7 +120,7 @@ def rates(
         "n_parameters": Value(n_parameters, note="without embeddings used only for lookups"),
         "batch_size": batch_size,
         "block_size": block_size,
-        "seconds_per_step": Value(spread(seconds), "s", "in the trainer's loop"),
+        "seconds_per_step": Value(spread(seconds), "s", "in the training loop"),
         "tokens_per_sec": Value(found["tokens_per_sec"], "tokens/s"),
         "flops_per_step": Value(flops, "FLOP"),
         "flops_per_sec_per_device": Value(1e12 * found["tflops_per_device"], "FLOP/s"),

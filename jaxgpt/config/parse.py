@@ -126,7 +126,9 @@ def parse_args(
     values, in_file = _flatten(content, str(base))
     if "config" in given and _is_cut_short(content):  # not the config.yaml of a run
         in_file += [
-            f"{base}: {k}={values[k][0]}: {_ONLY_GIVEN[k]}" for k in _ONLY_GIVEN if k in values
+            f"{base}: {key}={values[key][0]}: {advice}"
+            for key, advice in _ONLY_GIVEN.items()
+            if values.get(key, []) not in ([], ["None"])
         ]
     values = _without(values, left_out, given)
     in_file += [

@@ -51,11 +51,12 @@ def translate(
                 values = ["True"]
         name = _setting(key)
         text = "" if name else aliases.find_end(aliases.SETTINGS, key)
+        neutral = aliases.NEUTRAL.get(key, "") if name else aliases.find_end(aliases.NEUTRAL, key)
         is_switch = bool(text) and "{}" not in text
         is_off = is_switch and value.lower() in _OFF
         if value == "null" and type(None) in get_args(settings().get(key)):  # Hydra's None
             line.put(key, ["None"], argument)
-        elif value in aliases.find_end(aliases.NEUTRAL, key).split() or value == "null" or is_off:
+        elif value in neutral.split() or value == "null" or is_off:
             ignored.append(argument)
         elif (name or "{}" in text) and not values:
             line.leave_out(argument, f"{argument}: needs a value")

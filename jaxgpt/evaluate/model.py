@@ -4,7 +4,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxgpt.cluster.process_group import ProcessGroup
-from jaxgpt.config import Sampling, UsageError, mesh_shape
+from jaxgpt.config import Sampling, UsageError, mesh_shape, shorten
 from jaxgpt.data.loader import global_array
 from jaxgpt.data.tokenizers import Tokenizer, continue_prompt, prompt_tokens
 from jaxgpt.evaluate.stop_strings import Written, text_so_far
@@ -487,10 +487,12 @@ class Model:
 def _check_prompts(prompts: Any, seeds: Any) -> None:
     """Raise `UsageError` unless the arguments are non-empty sequences of the same length."""
     for key, value in (("prompts", prompts), ("seeds", seeds)):
-        if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or not len(value):
-            raise UsageError(f"{key}={value!r}: must be a list with at least one element")
+        if isinstance(value, str) or not isinstance(value, Sized) or not len(value):
+            shown = shorten(repr(value))
+            raise UsageError(f"{key}={shown}: must be a list with at least one element")
     if len(prompts) != len(seeds):
-        raise UsageError(f"seeds={seeds!r}: must have one seed for each of {len(prompts)} prompts")
+        shown = shorten(repr(seeds))
+        raise UsageError(f"seeds={shown}: must have one seed for each of {len(prompts)} prompts")
 
 
 def copied(arrays: Any) -> Any:

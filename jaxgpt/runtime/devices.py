@@ -10,6 +10,7 @@ from jaxgpt.cluster.hardware import (
     usable_device_files,
     visible_devices,
 )
+from jaxgpt.cluster.monitor import process_names
 from jaxgpt.cluster.process_group import ProcessGroup
 from jaxgpt.config import MeshShape, UsageError, devices_per_process
 
@@ -55,10 +56,11 @@ def agree_on_accelerators(cluster: ProcessGroup) -> bool:
     """
     answers = cluster.allgather(accelerator_expected())
     if len(set(answers)) > 1:
-        without = {name for name, has in zip(cluster.host_names, answers, strict=True) if not has}
+        without = [rank for rank, expects in enumerate(answers) if not expects]
         raise UsageError(
-            f"hosts {', '.join(sorted(without))}: no accelerators are visible there, but other "
-            "hosts have some; exclude these hosts, or set JAX_PLATFORMS=cpu for all processes"
+            f"no accelerators are visible to {process_names(without, cluster.host_names)}, but "
+            "other processes see some; check the devices of these hosts and variables such as "
+            "CUDA_VISIBLE_DEVICES there, exclude the hosts, or set JAX_PLATFORMS=cpu for all"
         )
     return answers[0]
 

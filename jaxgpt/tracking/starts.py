@@ -1,6 +1,5 @@
 """starts.jsonl: every start of a run, even if it failed before the first step.
 
-Commands that are refused, for example because of a setting, are not in the file.
 Each start appends a line of kind `start`, and later at most one line of each of the kinds
 `devices`, `first_step` and `end`. If the file system supports locks, the run directory is locked,
 so two starts cannot write at the same time.
@@ -81,13 +80,16 @@ def start_rows(name: str, directory: Path, state: str) -> list[dict[str, Any]]:
     `seconds` is the time from the start of the job to the end of the first step, and `from` is
     "job". If the start of the job is unknown, `seconds` is measured from the start of the process,
     and `from` is "process". `seconds` is rounded to 0.1 s. `time` is the local time of the start as
-    text, and `hosts` is the number of hosts. `result` is `done`, `stopped`, `dead` or, for the last
+    text, and `hosts` is the number of hosts. `result` is `done`, `stopped`, `dead`, `failed` (if
+    the start ended before JAX started, for example because a setting was refused) or, for the last
     start, `running`.
     """
     rows, starts = [], read_starts(directory)
     for number, start in enumerate(starts, 1):
         done, end = start["first_step"] or {}, start["end"]
-        result = "dead" if end is None or end["failed"] else "stopped"
+        result = "dead" if "devices" in start else "failed"
+        if end and not end["failed"]:
+            result = "stopped"
         if end and not end["failed"] and end["step"] >= end["max_iters"]:
             result = "done"
         elif number == len(starts) and state == "running":

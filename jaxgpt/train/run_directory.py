@@ -188,6 +188,7 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
 
     directory = writable_directory(config, cluster.on_close)
     config = config.replace(out=str(directory))
+    log_start(directory, "start", _start_facts(cluster))
     if (local := local_folder(config, directory)) is not None:
         notes += local.recover(config.train.log_interval)
     rewind = pending_rewind(directory)
@@ -207,7 +208,6 @@ def _decide(config: Config, cluster: ProcessGroup) -> dict[str, Any]:
     if dataset.tokenizer is not None:
         dataset.tokenizer.save(directory)  # for jaxgpt.sample, in case the data is moved
     notes += rate_after_decay(config, resume_step) + rate_in_warmup(config)
-    log_start(directory, "start", _start_facts(cluster))  # the settings are not refused
     return {
         "config": config.to_dict(),
         "paths": _paths(dataset),

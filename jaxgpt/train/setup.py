@@ -1,4 +1,4 @@
-"""Setup of a run before its first step: mesh, compiled functions, state, data and logs."""
+"""Setup of a run before its first step: mesh, jitted functions, state, data and logs."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -210,6 +210,7 @@ WORKS = [
     ("src/maxtext/configs/base.yml model_name=llama2-7b", "config", "llama2-7b"),
     ("out=runs/base.yml", "config", "tiny"),  # not MaxText's base.yml
     ("attention=cudnn_flash_te", "model.attention", "auto"),
+    ("model.attention=flash", "model.attention", "flash"),  # not MaxText's; refused later
     ("remat_policy=full", "parallel.remat", "full"),
     # levanter
     ("trainer.mesh.fsdp=2 trainer.num_train_steps=9", "parallel.mesh", "1,2,1"),

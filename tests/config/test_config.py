@@ -215,6 +215,7 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path, again):
     [
         ("config: llama-tiny", "config=llama-tiny: a file cannot extend a preset; copy"),
         ("out: runs/mine", "out=runs/mine: has no effect in a file; give --out"),
+        ("out: null\nconfig: []\ntrain2: 1", "train2: unknown key"),
         ("parallel: {mesh: 2,4,1}", "parallel.4: unknown key; put quotes around values with com"),
         ("parallel: {mesh: 1,1,1}", "1 is given twice; put quotes around values with commas"),
     ],

@@ -74,7 +74,7 @@ def compare(peer: Peer, options: argparse.Namespace, settings: Sequence[str]) ->
         write_task(peer, config, rounds.state.params, options.compile, job.folder)
 
         def train_peer(steps: range) -> dict[str, Any]:
-            batches = [np.asarray(rounds.trainer.loader.batch(step)) for step in steps]
+            batches = [np.asarray(rounds.parts.loader.batch(step)) for step in steps]
             np.save(job.folder / "batches.npy", np.stack(batches))
             return ask([float(learning_rate(config.optimizer, step)) for step in steps])
 

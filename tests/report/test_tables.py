@@ -69,7 +69,7 @@ def test_every_start_of_a_run_is_a_row(tmp_path, capsys):
     assert [row["start"] for row in rows] == ["1", "1", "2", "2", "3", "4"]
     written = {row["start"]: row for row in rows if row["run"] == "written"}
     results = [written[n]["result"] for n in "1234"]
-    assert results == ["dead", "dead", "stopped", "done"]
+    assert results == ["failed", "dead", "stopped", "done"]
     assert written["1"]["seconds"] == "" and written["2"]["seconds"] == "61.5"
     about = [written["2"][c] for c in ("hosts", "first host", "machine", "devices", "job")]
     assert about == ["2", "n1", "Polaris", "96", "123.pbs"]

@@ -188,7 +188,9 @@ def test_a_host_without_the_accelerators_of_the_others_is_named(mesh, monkeypatc
 
     names = {"hosts": (0, 1), "host_names": ("n1", "n2")}
     cluster = ProcessGroup("test", size=2, monitor=OneWithout(), **names)
-    with pytest.raises(UsageError, match="^hosts n2: no accelerators are visible there, but"):
+    with pytest.raises(
+        UsageError, match="^no accelerators are visible to process 1 on host n2, but"
+    ):
         backend.initialize_jax(cluster, mesh)
 
 
