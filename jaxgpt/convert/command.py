@@ -43,9 +43,12 @@ PER_HOST = {
     "--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node", "--num_gpus",
 }  # fmt: skip
 HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines"}
-N_IS_HOSTS = {"srun", "sbatch", "flux"}  # for other launchers, -N is the processes per host
+N_IS_HOSTS = {"srun", "sbatch", "flux"}
+N_IS_PER_HOST = {"mpiexec", "mpirun", "aprun"}
 ONE_PER_HOST = {"srun", "flux", "torchrun", "torch.distributed.run", "torch.distributed.launch"}
 PYTHON = {"-m", "-u"}  # Python's own options
+# Programs that a launcher starts. Their -N is not a launcher option.
+_STARTED = re.compile(r"(?:.*/)?(?:numactl|taskset|env|python[\d.]*)")
 # Environment variables, and prefixes of variables, that choose devices or set JAX's options.
 FOR_DEVICES = (*VISIBLE_VARIABLES, "JAX_", "XLA_")
 TESTS = ("if ", "elif ", "case ", "while ", "for ", "[", "test ")
@@ -377,7 +380,14 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     if programs & N_IS_HOSTS:
         host_names, per_host_names = HOSTS | {"-N"}, PER_HOST
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
-    pairs += zip(words, words[1:], strict=False)
+    reads_n = False
+    for word, value in zip(words, words[1:], strict=False):
+        if word.rpartition("/")[2] in N_IS_HOSTS | N_IS_PER_HOST:
+            reads_n = True
+        elif _STARTED.fullmatch(word):
+            reads_n = False
+        if word != "-N" or reads_n:
+            pairs.append([word, value])
     numbers, unknown = {}, {}
     for name, value in pairs:
         if name not in TOTAL | host_names | per_host_names or value.startswith("-"):

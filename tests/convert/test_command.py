@@ -138,6 +138,8 @@ def test_a_known_number_of_processes_is_kept(capsys):
         ("mpiexec -n4 python", "-n 4"),
         ("mpirun -n 8 -N 4 python", "-n 8 -ppn 4"),  # Open MPI
         ("aprun -n 8 -N 4 python", "-n 8 -ppn 4"),
+        ("mpiexec -n 4 numactl -N 1 -m 1 python", "-n 4"),  # numactl's -N is not mpiexec's
+        ("env A=1 /opt/bin/mpirun -n 8 -N 4 env B=1 python", "-n 8 -ppn 4"),
     ],
 )
 def test_no_host_of_a_launcher_is_dropped(launcher, numbers, capsys):
