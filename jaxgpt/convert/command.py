@@ -38,7 +38,7 @@ SAMPLE = {
 SAMPLE_DEFAULTS = {"out_dir": "out", "num_samples": "10", "max_new_tokens": "500"}
 SAMPLE_IGNORED = ("device", "dtype", "compile", "init_from=resume")
 # Launcher options for the number of processes, processes per host, and hosts.
-TOTAL = {"-n", "-np", "--ntasks", "--num_processes"}
+TOTAL = {"-n", "-np", "--np", "--ntasks", "--num_processes"}
 PER_HOST = {
     "--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node", "--num_gpus",
 }  # fmt: skip
@@ -46,9 +46,13 @@ HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines"}
 N_IS_HOSTS = {"srun", "sbatch", "flux"}
 N_IS_PER_HOST = {"mpiexec", "mpirun", "aprun"}
 ONE_PER_HOST = {"srun", "flux", "torchrun", "torch.distributed.run", "torch.distributed.launch"}
+# Launchers, and options of others, that start processes on several hosts by default.
+WHOLE_JOB = {"srun", "mpiexec", "mpirun"}
+HOST_FILES = {"--hostfile", "-hostfile", "--machinefile", "-machinefile", "-H"}
+OWN_LAUNCHER = "jaxgpt.launch"
 PYTHON = {"-m", "-u"}  # Python's own options
-# Programs that a launcher starts. Their -N is not a launcher option.
-_STARTED = re.compile(r"(?:.*/)?(?:numactl|taskset|env|python[\d.]*)")
+WRAPPERS = {"numactl", "taskset", "env"}  # programs between a launcher and Python
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 # Environment variables, and prefixes of variables, that choose devices or set JAX's options.
 FOR_DEVICES = (*VISIBLE_VARIABLES, "JAX_", "XLA_")
 TESTS = ("if ", "elif ", "case ", "while ", "for ", "[", "test ")
@@ -304,7 +308,9 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
             arguments = ["--config", word.partition("=")[2], *arguments]
     prefix, n_devices = _launcher(launcher)
     line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
-    if options := _other_options(launcher):
+    if OWN_LAUNCHER in launcher:
+        prefix = _own_launcher(parts[:index])
+    elif options := _other_options(launcher):
         remarks.append(
             "launcher options left out, because jaxgpt.launch chooses hosts and CPU binding: "
             + ", ".join(options)
@@ -361,19 +367,27 @@ def _other_options(words: list[str]) -> list[str]:
         is_option = re.match(r"--?\w", word) is not None
         if is_option:
             options.append(word)
-        elif takes_value and not re.match(r"python[\d.]*$", word.rpartition("/")[2]):
+        elif takes_value and not _PYTHON.fullmatch(word):
             options[-1] += f" {word}"
         takes_value = is_option and "=" not in word
     used = TOTAL | PER_HOST | HOSTS | PYTHON | {"-N"}
     return [option for option in options if re.split("[= ]", option)[0] not in used]
 
 
+def _own_launcher(words: list[str]) -> str:
+    """Return a call of jaxgpt.launch, with its options, up to the Python that it starts."""
+    start = words.index(OWN_LAUNCHER)
+    ends = [i for i, word in enumerate(words) if i > start and _PYTHON.fullmatch(word)]
+    return " ".join(["python -m", *map(_quote, words[start : min(ends, default=None)]), ""])
+
+
 def _launcher(words: list[str]) -> tuple[str, int | None]:
     """Return the jaxgpt.launch prefix that replaces a launcher, and the number of processes.
 
-    The prefix is an empty string for a single process. The number is None if it is not given. If
-    the number cannot be known, a note is printed, and the prefix has no `-n`, so that jaxgpt.launch
-    uses all hosts of the job.
+    The prefix is an empty string for a single process, and for jaxgpt.launch itself. The number is
+    None if it is not given. If the number cannot be known, a note is printed, and the prefix has no
+    `-n`, so that jaxgpt.launch uses all hosts of the job. No note is printed if the launcher itself
+    uses all hosts and only the number of processes per host is given.
     """
     programs = {word.rpartition("/")[2] for word in words}
     host_names, per_host_names = HOSTS, PER_HOST | {"-N"}
@@ -382,10 +396,11 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
     reads_n = False
     for word, value in zip(words, words[1:], strict=False):
-        if word.rpartition("/")[2] in N_IS_HOSTS | N_IS_PER_HOST:
+        name = word.rpartition("/")[2]
+        if name in N_IS_HOSTS | N_IS_PER_HOST:
             reads_n = True
-        elif _STARTED.fullmatch(word):
-            reads_n = False
+        elif name in WRAPPERS or _PYTHON.fullmatch(word):
+            reads_n = False  # a -N that follows is not an option of the launcher
         if word != "-N" or reads_n:
             pairs.append([word, value])
     numbers, unknown = {}, {}
@@ -405,6 +420,8 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
         return next((numbers[name] for name in numbers if name in names), None)
 
     total, per_host, hosts = find(TOTAL), find(per_host_names), find(host_names)
+    if OWN_LAUNCHER in words:
+        return "", total
     given = numbers.keys() | unknown.keys()
     if programs & ONE_PER_HOST and given & host_names and given <= host_names:
         per_host = 1
@@ -413,9 +430,14 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     reasons = [unknown[name] for name in unknown if name in needed]
     if hosts not in (None, 1) and not per_host and not reasons:
         reasons = ["processes per host"]
+    uses_all_hosts = hosts is None and (
+        programs & WHOLE_JOB or any(word.split("=")[0] in HOST_FILES for word in words)
+    )
+    if uses_all_hosts and not per_host and not reasons:
+        reasons = ["number of processes"]
     # wordplay's course starts commands with `launch`, which uses all devices of the job.
     is_whole_job = "launch" in words and "accelerate" not in words
-    if is_whole_job and total is None:
+    if total is None and (is_whole_job or (uses_all_hosts and per_host and not reasons)):
         number = ""
     elif total is None and reasons:
         print(

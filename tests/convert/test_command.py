@@ -116,6 +116,58 @@ def test_a_note_lists_the_launcher_s_options_that_are_left_out(launcher, options
     assert note.endswith(f": {options}")
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "python -m jaxgpt.launch --",
+        "python -m jaxgpt.launch --hosts h --ppn 4 --",
+        "python -m jaxgpt.launch -n8 --restarts 50 --spare-nodes 1 -- numactl -N 1",
+        "python -m jaxgpt.launch -n 1",
+    ],
+)
+def test_the_options_of_jaxgpt_launch_are_kept(launcher, capsys):
+    train = "python -m jaxgpt.train --config gpt2 --mesh -1,4,1"
+    line, notes = convert(capsys, f"A=1 {launcher} {train}")
+    assert line == f"{launcher} {train}" and notes == ""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "srun --ntasks-per-node=4",
+        "srun --ntasks-per-node 4",
+        "mpirun -N 4",
+        "mpirun -N 4 --hostfile h",
+        "deepspeed --hostfile=h --num_gpus 4",
+    ],
+)
+def test_a_number_per_host_applies_to_all_hosts(launcher, capsys):
+    line, notes = convert(capsys, f"{launcher} python pretrain_gpt.py --num-layers 2")
+    assert line.startswith("python -m jaxgpt.launch -ppn 4 -- python -m jaxgpt.train ")
+    assert "before the job starts" not in notes
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", "mpiexec -l", "deepspeed --hostfile h"])
+def test_a_launcher_without_numbers_uses_all_hosts(launcher, capsys):
+    line, notes = convert(capsys, f"{launcher} python pretrain_gpt.py --num-layers 2")
+    assert line.startswith("python -m jaxgpt.launch -- python -m jaxgpt.train ")
+    assert "note: number of processes: the value is not known before the job starts" in notes
+
+
+@pytest.mark.parametrize(
+    ("launcher", "start"),
+    [
+        ("srun -N 1 --ntasks-per-node=4", "python -m jaxgpt.launch -n 4 -ppn 4 -- "),
+        ("mpirun --np 4", "python -m jaxgpt.launch -n 4 -- "),
+        ("mpiexec -n 1", "python -m jaxgpt.train "),
+        ("deepspeed --num_gpus 4", "python -m jaxgpt.launch -n 4 -ppn 4 -- "),
+    ],
+)
+def test_a_launcher_with_all_numbers_keeps_them(launcher, start, capsys):
+    line, notes = convert(capsys, f"{launcher} python pretrain_gpt.py --num-layers 2")
+    assert line.startswith(start) and notes == ""
+
+
 def test_a_launcher_without_other_options_gets_no_note(capsys):
     for launcher in ("mpiexec -n 8 -ppn 4 python3 -u -m", "python -m torch.distributed.run -m"):
         assert (
