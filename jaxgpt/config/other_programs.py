@@ -10,6 +10,7 @@ from jaxgpt.config import aliases
 from jaxgpt.config.command_line import CommandLine, Default, flag_name
 from jaxgpt.config.errors import in_words, parse_yaml, shorten
 from jaxgpt.config.mesh import MeshShape, axes_with
+from jaxgpt.config.values import whole
 
 PADDING = 128  # Megatron pads the vocabulary to a multiple of 128 times the tensor-parallel size
 WORDPLAY_STAGE = 1  # the ZeRO stage in wordplay's conf/ds_config.yaml
@@ -337,7 +338,7 @@ def _set_maxtext_batch(line: CommandLine) -> None:
         line.notes.append(f"{shown}: ignored, because the mesh has no stage axis")
     if "per_device" not in later:
         return
-    shown, size = line.shown["per_device"], _whole(later["per_device"][0].removesuffix(".0"))
+    shown, size = line.shown["per_device"], _whole(later["per_device"][0])
     sharing = [axis for axis in shape if axis not in axes_with("splits_batch")]
     rows = (size or 0) * math.prod(shape[axis] for axis in sharing)
     if rows > 0 and rows % n == 0 and not _unknown_axes(line):
@@ -434,8 +435,12 @@ def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | N
 
 
 def _whole(word: str) -> int | None:
-    """Convert a string of 1 to 18 decimal digits to an integer. Return None for other strings."""
-    return int(word) if word.isdecimal() and len(word) < 19 else None
+    """Convert a string to a whole number from 0 to 10^18 - 1. Return None for other strings."""
+    try:
+        number = whole(word)
+    except ValueError:
+        return None
+    return number if 0 <= number < 10**18 else None
 
 
 def _number(line: CommandLine, key: str) -> int | None:

@@ -73,12 +73,22 @@ def convert(kind: Any, words: Sequence[str]) -> Any:
         if not bounds.contain(value):
             raise ValueError
         return value
-    if kind is int and not word.isdecimal() and float(word).is_integer():
-        word = f"{float(word):.0f}"  # 1e3 is a whole number
+    if kind is int:
+        return whole(word)
     value = {"true": True, "false": False}[word.lower()] if kind is bool else kind(word)
     if kind is float and not math.isfinite(value):
         raise ValueError
     return value
+
+
+def whole(word: str) -> int:
+    """Convert a string such as 1000, 1e3 or 1000.0 to an integer.
+
+    Raises `ValueError` if the string is not a whole number, or has thousands of digits.
+    """
+    if not word.isdecimal() and float(word).is_integer():
+        word = f"{float(word):.0f}"
+    return int(word)
 
 
 def describe(kind: Any) -> str:

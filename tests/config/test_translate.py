@@ -194,6 +194,37 @@ def test_nanogpt_s_batch_is_multiplied_by_its_default_accumulation(arguments, n_
     assert tuple(line.words.get(key, [None])[0] for key in keys) == expected
 
 
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        ("--gradient_accumulation_steps=4.0 --batch_size=1e1", "train.batch_size", "40"),
+        (
+            "--micro-batch-size 4e0 --global-batch-size 1e2",
+            "train.gradient_accumulation_steps",
+            "5",  # 100 / (4 x 5)
+        ),
+        (
+            "--micro-batch-size 4 --train-iters 1e5 --lr-warmup-fraction .01",
+            "optimizer.warmup_iters",
+            "1000",
+        ),
+        ("--global-batch-size 100 --train-samples 1e6", "train.max_iters", "10000"),
+        ("per_device_batch_size=1.2e1", "train.batch_size_per_device", "12"),
+        ("--tensor-model-parallel-size 2.0", "parallel.mesh", "-1,1,2"),
+    ],
+)
+def test_whole_numbers_of_other_programs_may_be_written_as_floats(arguments, key, value):
+    line = translate(arguments.split(), presets(), n_devices=5)
+    assert line.words[key] == [value] and not line.problems
+
+
+@pytest.mark.parametrize("size", ["1.5", "-1e1", "1e19", "nan", "inf", "1e400", "9" * 5000])
+def test_other_numbers_are_not_converted(size):
+    line = translate(["--gradient_accumulation_steps=4", f"--batch_size={size}"], presets())
+    assert line.words["train.batch_size"] == [size]
+    assert line.left_out == ["--gradient_accumulation_steps=4"]
+
+
 def test_wordplay_s_experiments_have_one_microbatch():
     config, _ = parse("+experiment=gpt2 --mesh 1,8,1")
     assert config.train.gradient_accumulation_steps == 1
