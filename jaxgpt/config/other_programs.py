@@ -407,10 +407,11 @@ def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | N
     if "nanogpt" in programs:
         file = file if Path(file).stem in batches else "train.py"
         batch = batches.get(Path(file).stem, batches["train_gpt2"])
-    if batch and "nanogpt_accumulation" in later and "train.batch_size" not in words:
+    is_given = "nanogpt_accumulation" in later
+    if batch and is_given and "train.batch_size" not in words:
         line.put("train.batch_size", [batch[0]], f"batch_size={batch[0]} in {file}")
     is_nanogpt = flag_name(shown.get("train.batch_size", "")) == "batch_size"
-    if batch and batch[1] != "1" and is_nanogpt and "nanogpt_accumulation" not in later:
+    if batch and batch[1] != "1" and is_nanogpt and not is_given:
         later["nanogpt_accumulation"] = [batch[1]]
         shown["nanogpt_accumulation"] = f"gradient_accumulation_steps={batch[1]} in {file}"
     if "nanogpt_accumulation" not in later:
@@ -426,11 +427,15 @@ def _set_nanogpt_batch(line: CommandLine, programs: set[str], n_devices: int | N
             f"{shown['train.batch_size']}, and {ACCUMULATION}={words[ACCUMULATION][0]}; if memory "
             "is short, use more microbatches"
         )
-    else:
+    elif is_given:
         line.leave_out(
             argument,
             f"{argument}: use {ACCUMULATION}=N to split the global batch of train.batch_size "
             "sequences into N microbatches",
+        )
+    else:
+        line.notes.append(
+            f"{argument}: ignored; nanoGPT would train on {n} times {shown['train.batch_size']}"
         )
 
 

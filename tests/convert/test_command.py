@@ -320,6 +320,18 @@ def test_flags_without_an_equivalent_are_named(capsys):
 
 
 @pytest.mark.parametrize(
+    ("size", "left_out"), [("x", "note: left out: train.batch_size=x\n"), ("$UNSET", "")]
+)
+def test_a_default_that_is_not_typed_is_not_listed_as_left_out(size, left_out, capsys):
+    _, notes = convert(capsys, f"python train.py --batch_size={size}", status=1 if left_out else 0)
+    assert left_out in notes and notes.count("left out") == (left_out != "")
+    assert (
+        "note: gradient_accumulation_steps=40 in train.py: ignored; nanoGPT would train on 40 "
+        f"times --batch_size={size}\n" in notes
+    )
+
+
+@pytest.mark.parametrize(
     ("script", "variables"),
     [
         ("CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=4 python train.py", "CUDA_VISIBLE_DEVICES=0"),
