@@ -84,12 +84,13 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     Returns the command (a list of one string) and the omitted arguments that would change the run.
     `words` holds a script's path, a command line as one string, or the words of a command line.
     Only the first call of a program in `PROGRAMS` is converted or, if there is none, the first call
-    of nanoGPT's sample.py or prepare.py. Notes about changed, ignored or omitted arguments are
-    printed to stderr.
+    of nanoGPT's sample.py or of a prepare.py with an equivalent. Notes about changed, ignored or
+    omitted arguments are printed to stderr.
 
     Raises:
-        UsageError: if none of these programs is called, if prepare.py has no equivalent, if the
-            script cannot be read, or if a number of processes or hosts has more than 18 digits.
+        UsageError: if none of these programs is called, if only a prepare.py without an equivalent
+            is called, if the script cannot be read, or if a number of processes or hosts has more
+            than 18 digits.
     """
     shown, text = " ".join(words), shlex.join(words) if len(words) > 1 else "".join(words)
     if len(words) == 1 and os.path.isfile(text):  # a command line may be too long to be a path
@@ -100,7 +101,7 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
     elif len(words) == 1 and text.endswith(".sh") and " " not in text and not _program([text]):
         raise UsageError(f"convert: {shown}: no such file; give a script or a command line")
     variables: dict[str, str] = {}
-    conditions, tested, script = False, set(), []
+    conditions, tested, script, at = False, set(), [], 0
     for statement, is_conditional in _statements(text):
         if statement.startswith(TESTS):
             conditions = True  # -z is true if a variable is not set
@@ -123,11 +124,15 @@ def command(words: list[str]) -> tuple[list[str], list[str]]:
             _note_device_variables(variables, parts)
             line, left_out = _convert(parts, *found)
             return [line], left_out
-        if not script and _nanogpt_script(raw) is not None:
-            script = raw
+        if (i := _nanogpt_script(raw)) is not None and (
+            not script or (_is_converted(raw[i]) and not _is_converted(script[at]))
+        ):
+            script, at = raw, i
     if script:
         _note_device_variables(variables, script)
-        line, left_out = _convert_script(script, _nanogpt_script(script))
+        if script[at].endswith("prepare.py"):
+            return [_prepare(script[at])], []
+        line, left_out = _convert(script, at, None)
         return [line], left_out
     raise UsageError(
         f"convert: {shown or 'command'}: calls none of {', '.join(PROGRAMS)}; give a command line "
@@ -250,35 +255,33 @@ def _nanogpt_script(parts: list[str]) -> int | None:
     return next((i for i, name in enumerate(names) if name in ("sample.py", "prepare.py")), None)
 
 
-def _convert_script(parts: list[str], index: int) -> tuple[str, list[str]]:
-    """Convert a call of the script that `_nanogpt_script` found.
+def _is_converted(path: str) -> bool:
+    """Return whether jaxgpt has an equivalent of a script that `_nanogpt_script` finds."""
+    return path.endswith("sample.py") or Path(path).parent.name == "shakespeare_char"
 
-    Returns the jaxgpt command and the omitted arguments.
+
+def _sample(arguments: list[str]) -> tuple[str, list[str], list[str]]:
+    """Convert the arguments of nanoGPT's sample.py.
+
+    Returns the jaxgpt.sample command, a list of remarks, and the omitted arguments.
     """
-    if parts[index].endswith("prepare.py"):
-        return _prepare(parts[index]), []
-    return _sample(_arguments(parts[index + 1 :]))
-
-
-def _sample(arguments: list[str]) -> tuple[str, list[str]]:
-    """Convert the arguments of nanoGPT's sample.py, and print notes about omitted arguments.
-
-    Returns the jaxgpt.sample command and the omitted arguments.
-    """
-    given, left_out = dict(SAMPLE_DEFAULTS), []
+    given, remarks, left_out = dict(SAMPLE_DEFAULTS), [], []
     for argument in arguments:
         name, equals, value = argument.removeprefix("--").partition("=")
         if equals and name in SAMPLE:
             given[name] = value
         elif equals and name == "init_from" and value.startswith("gpt2"):
             left_out.append(argument)
-            print(f"note: {argument}: download the model, and use --run hf:FOLDER", file=sys.stderr)
+            remarks.append(f"{argument}: download the model, and use --run hf:FOLDER")
         elif not {name, f"{name}={value}"} & {*SAMPLE_IGNORED}:
             left_out.append(argument)
-    if left_out:
-        print(f"note: left out: {', '.join(left_out)}", file=sys.stderr)
-    options = [f"--{SAMPLE[name]} {_quote(value)}" for name, value in given.items()]
-    return " ".join(["python -m jaxgpt.sample", *options]), left_out
+    options = []
+    for name, value in given.items():
+        word = _quote(value)
+        if "$" in value and word == value:  # a prompt in a variable may contain spaces
+            word = f'"{value}"'
+        options.append(f"--{SAMPLE[name]} {word}")
+    return " ".join(["python -m jaxgpt.sample", *options]), remarks, left_out
 
 
 def _prepare(path: str) -> str:
@@ -286,8 +289,8 @@ def _prepare(path: str) -> str:
 
     Raises `UsageError` if NAME is not a dataset that jaxgpt.prepare downloads.
     """
-    name = Path(path).parent.name
-    if name != "shakespeare_char":
+    if not _is_converted(path):
+        name = Path(path).parent.name
         raise UsageError(
             f"convert: {path}: use python -m jaxgpt.prepare text --input FILES --tokenizer FOLDER "
             f"--name {name or 'NAME'}, where FOLDER holds the tokenizer, or python -m "
@@ -297,7 +300,7 @@ def _prepare(path: str) -> str:
 
 
 def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, list[str]]:
-    """Convert the words of another program's command, and print notes.
+    """Convert the words of a call of another program or of sample.py, and print notes.
 
     Returns the jaxgpt command and the omitted arguments.
     """
@@ -307,7 +310,10 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
         if word.startswith(("CONFIG=", "CONFIG_FILE=")) and "run_train.sh" in parts[index]:
             arguments = ["--config", word.partition("=")[2], *arguments]
     prefix, n_devices = _launcher(launcher)
-    line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
+    if Path(parts[index]).name == "sample.py":
+        line, remarks, left_out = _sample(arguments)
+    else:
+        line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
     if OWN_LAUNCHER in launcher:
         prefix = _own_launcher(parts[:index])
     elif options := _other_options(launcher):

@@ -385,6 +385,24 @@ def test_arguments_of_sample_py_without_an_equivalent_are_named(capsys):
     assert "note: left out: --init_from=gpt2-xl, --weird=1\n" in notes
 
 
+def test_the_launcher_and_the_variables_of_sample_py_are_kept(capsys, monkeypatch):
+    monkeypatch.delenv("PROMPT", raising=False)
+    line = 'mpiexec -n 4 --cpu-bind none python sample.py --out_dir=x --start="$PROMPT"'
+    line, notes = convert(capsys, line)
+    assert line == (
+        "python -m jaxgpt.launch -n 4 -- python -m jaxgpt.sample --run x --num-samples 10 "
+        '--max-new-tokens 500 --prompt "$PROMPT"'
+    )
+    assert "launcher options left out" in notes and notes.count("--cpu-bind none") == 1
+    assert "note: not set in the script: $PROMPT\n" in notes
+
+
+def test_sample_py_is_converted_if_prepare_py_has_no_equivalent(capsys):
+    names = "data/openwebtext/prepare.py", "sample.py --out_dir=a", "sample.py --out_dir=b"
+    line, _ = convert(capsys, "\n".join(f"python {name}" for name in names))
+    assert line == "python -m jaxgpt.sample --run a --num-samples 10 --max-new-tokens 500"
+
+
 def test_a_dataset_that_is_not_built_in_is_answered_with_the_command(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["command", "python data/openwebtext/prepare.py"])
