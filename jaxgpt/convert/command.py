@@ -16,8 +16,8 @@ from pathlib import Path
 from jaxgpt.cluster.hardware import VISIBLE_VARIABLES
 from jaxgpt.config import UsageError, in_words, shorten, train_command
 
-# Maps part of a program's name, or a whole name that ends with .py, to the preset with that
-# program's defaults, or to None if there is no such preset.
+# Maps part of a program's name to the preset with that program's defaults, or to None if there is
+# no such preset. A key that ends with .py is the whole name, or its end after an underscore.
 PROGRAMS = {
     "wordplay": "wordplay",
     "pretrain_gpt": "megatron",
@@ -244,7 +244,7 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
         if is_module or word.endswith((".py", "run_train.sh")):
             name = (word if is_module else word.rpartition("/")[2]).lower()
             for part, preset in PROGRAMS.items():
-                if name == part or (part in name and not part.endswith(".py")):
+                if f"_{name}".endswith(f"_{part}") if part.endswith(".py") else part in name:
                     return i, preset
     return None
 

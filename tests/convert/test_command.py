@@ -232,6 +232,7 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
             "python -m jaxgpt.launch -n 8 -ppn 8 -- python -m jaxgpt.train --config gpt2",
         ),
         ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
+        ("python src/my_train.py --seed=3", "python -m jaxgpt.train --config gpt2 train.seed=3"),
         (
             "python data/shakespeare_char/prepare.py",
             "python -m jaxgpt.prepare shakespeare_char",
