@@ -353,7 +353,7 @@ def refusals(home):
     yield lambda: config.replace(**{"parallel.mesh": "1,1,1"}), "parallel.mesh: unknown key"
     yield lambda: config.replace(train__batch=3), "train__batch: unknown key"
     yield lambda: config.replace(train=3), "train=3: must be a TrainConfig; to change one setting"
-    for value in (-3, 2.0, True, None, [1, 2]):
+    for value in (-3, 2.5, True, None, [1, 2]):
         replace = functools.partial(config.replace, train__max_iters=value)
         yield replace, ": must be a whole number, at least 1 and less than 2^31"
     yield lambda: jaxgpt.Config(train={"max_iters": 3}), "train={'max_iters': 3}: must be a TrainC"
