@@ -21,6 +21,7 @@ import asyncio
 import atexit
 import contextlib
 import faulthandler
+import glob
 import json
 import os
 import queue
@@ -479,14 +480,12 @@ class Monitor:
         await asyncio.sleep(timeout / 2)
         home = os.environ.get("HOME") or "/tmp"  # no shared folder without $HOME
         folder = Path(home, ".cache/jaxgpt/starting", job_name(os.environ))
-        arrived = set()
         try:
             with contextlib.suppress(OSError):  # not writable: list no ranks
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / str(launch.rank)).touch()
             await asyncio.sleep(timeout / 2)
-            with contextlib.suppress(OSError):
-                arrived = {int(file.name) for file in folder.iterdir()}
+            arrived = {int(name) for name in glob.glob("[0-9]*", root_dir=folder)}
             # The lowest rank reports and exits first, but not before all have listed the folder.
             await asyncio.sleep(ANSWER if launch.rank > min(arrived, default=0) else SETTLE)
         finally:
