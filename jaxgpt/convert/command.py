@@ -38,20 +38,25 @@ SAMPLE = {
 SAMPLE_DEFAULTS = {"out_dir": "out", "num_samples": "10", "max_new_tokens": "500"}
 SAMPLE_IGNORED = ("device", "dtype", "compile", "init_from=resume")
 # Launcher options for the number of processes, processes per host, and hosts.
-TOTAL = {"-n", "-np", "--np", "--ntasks", "--num_processes"}
+TOTAL = {"-n", "-np", "--np", "--nproc", "--ntasks", "--num_processes", "--num-processes"}
 PER_HOST = {
-    "--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node", "--num_gpus",
+    "--nproc_per_node", "--nproc-per-node", "-ppn", "--ppn", "--ntasks-per-node",
+    "--tasks-per-node", "-npernode", "--npernode", "-perhost", "--num_gpus",
 }  # fmt: skip
-HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines"}
-N_IS_HOSTS = {"srun", "sbatch", "flux"}
-N_IS_PER_HOST = {"mpiexec", "mpirun", "aprun"}
+HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines", "--num-machines"}
+MPI = {"mpiexec", "mpiexec.hydra", "mpiexec.openmpi", "mpirun", "orterun", "prun"}
+N_IS_HOSTS = {"srun", "sbatch", "flux"}  # for other launchers, -N is the processes per host
+# Launchers that srun or mpiexec may start once on each host.
+INNER = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
 ONE_PER_HOST = {"srun", "flux", "torchrun", "torch.distributed.run", "torch.distributed.launch"}
 # Launchers, and options of others, that start processes on several hosts by default.
-WHOLE_JOB = {"srun", "mpiexec", "mpirun"}
+WHOLE_JOB = {"srun", *MPI}
 HOST_FILES = {"--hostfile", "-hostfile", "--machinefile", "-machinefile", "-H"}
 OWN_LAUNCHER = "jaxgpt.launch"
+LAUNCHERS = {*MPI, *N_IS_HOSTS, *INNER, "aprun", "launch", OWN_LAUNCHER}
 PYTHON = {"-m", "-u"}  # Python's own options
-WRAPPERS = {"numactl", "taskset", "env"}  # programs between a launcher and Python
+# Programs that start a launcher or Python, and have options of their own.
+WRAPPERS = {"numactl", "taskset", "env", "nice", "conda", "mamba", "micromamba"}
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 # Environment variables, and prefixes of variables, that choose devices or set JAX's options.
 FOR_DEVICES = (*VISIBLE_VARIABLES, "JAX_", "XLA_")
@@ -244,7 +249,7 @@ def _program(parts: list[str]) -> tuple[int, str | None] | None:
         if is_module or word.endswith((".py", "run_train.sh")):
             name = (word if is_module else word.rpartition("/")[2]).lower()
             for part, preset in PROGRAMS.items():
-                if f"_{name}".endswith(f"_{part}") if part.endswith(".py") else part in name:
+                if name == part if part.endswith(".py") else part in name:
                     return i, preset
     return None
 
@@ -316,7 +321,8 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
         line, remarks, left_out = train_command(arguments, preset, _quote, n_devices)
     if OWN_LAUNCHER in launcher:
         prefix = _own_launcher(parts[:index])
-    elif options := _other_options(launcher):
+        launcher = launcher[: launcher.index(OWN_LAUNCHER)]
+    if options := _other_options(launcher):
         remarks.append(
             "launcher options left out, because jaxgpt.launch chooses hosts and CPU binding: "
             + ", ".join(options)
@@ -325,7 +331,7 @@ def _convert(parts: list[str], index: int, preset: str | None) -> tuple[str, lis
         remarks.append(f"left out: {', '.join(left_out)}")
     for remark in remarks:
         print(f"note: {remark}", file=sys.stderr)
-    given = " ".join([*arguments, line])  # flags without a setting may also contain variables
+    given = " ".join([prefix, *arguments, line])  # all may contain variables
     if unset := sorted(set(re.findall(r"\$\{?(\w+)", given))):
         print(
             f"note: not set in the script: {', '.join(f'${name}' for name in unset)}",
@@ -368,22 +374,32 @@ def _split_number(word: str) -> list[str]:
 def _other_options(words: list[str]) -> list[str]:
     """Return the launcher options that `_launcher` does not use, with their values."""
     options: list[str] = []
+    used = of_launcher = TOTAL | PER_HOST | HOSTS | PYTHON | {"-N"}  # torchrun -m MODULE
     takes_value = False
     for word in words:
-        is_option = re.match(r"--?\w", word) is not None
-        if is_option:
-            options.append(word)
-        elif takes_value and not _PYTHON.fullmatch(word):
+        name = word.rpartition("/")[2]
+        if name in LAUNCHERS:
+            used = of_launcher
+        elif name in WRAPPERS:
+            used = set()
+        elif _PYTHON.fullmatch(word):
+            used = PYTHON
+        elif re.match(r"--?\w", word):
+            takes_value = word.split("=")[0] not in used
+            options += [word] if takes_value else []
+            takes_value = takes_value and "=" not in word
+            continue
+        elif takes_value:
             options[-1] += f" {word}"
-        takes_value = is_option and "=" not in word
-    used = TOTAL | PER_HOST | HOSTS | PYTHON | {"-N"}
-    return [option for option in options if re.split("[= ]", option)[0] not in used]
+        takes_value = False
+    return options
 
 
 def _own_launcher(words: list[str]) -> str:
     """Return a call of jaxgpt.launch, with its options, up to the Python that it starts."""
     start = words.index(OWN_LAUNCHER)
-    ends = [i for i, word in enumerate(words) if i > start and _PYTHON.fullmatch(word)]
+    is_end = [word[:1] == "$" or word in INNER or _PYTHON.fullmatch(word) for word in words]
+    ends = [i for i in range(start + 1, len(words)) if is_end[i]]
     return " ".join(["python -m", *map(_quote, words[start : min(ends, default=None)]), ""])
 
 
@@ -395,19 +411,22 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     `-n`, so that jaxgpt.launch uses all hosts of the job. No note is printed if the launcher itself
     uses all hosts and only the number of processes per host is given.
     """
+    inner = max((i for i, word in enumerate(words) if word in INNER), default=0)
+    if HOSTS & {word.split("=")[0] for word in words[inner:]}:
+        words = words[inner:]  # srun or mpiexec only starts this launcher on each host
     programs = {word.rpartition("/")[2] for word in words}
     host_names, per_host_names = HOSTS, PER_HOST | {"-N"}
     if programs & N_IS_HOSTS:
         host_names, per_host_names = HOSTS | {"-N"}, PER_HOST
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
-    reads_n = False
+    reads_n = True
     for word, value in zip(words, words[1:], strict=False):
         name = word.rpartition("/")[2]
-        if name in N_IS_HOSTS | N_IS_PER_HOST:
+        if name in LAUNCHERS:
             reads_n = True
         elif name in WRAPPERS or _PYTHON.fullmatch(word):
-            reads_n = False  # a -N that follows is not an option of the launcher
-        if word != "-N" or reads_n:
+            reads_n = False  # -n and -N that follow are not options of the launcher
+        if word not in ("-n", "-N") or reads_n:
             pairs.append([word, value])
     numbers, unknown = {}, {}
     for name, value in pairs:

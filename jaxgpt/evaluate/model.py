@@ -4,7 +4,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -487,7 +487,8 @@ class Model:
 def _check_prompts(prompts: Any, seeds: Any) -> None:
     """Raise `UsageError` unless the arguments are non-empty sequences of the same length."""
     for key, value in (("prompts", prompts), ("seeds", seeds)):
-        if isinstance(value, str) or not isinstance(value, Sized) or not len(value):
+        is_list = isinstance(value, Sized) and not isinstance(value, str | bytes | Mapping | Set)
+        if not is_list or getattr(value, "ndim", 1) == 0 or not len(value):
             shown = shorten(repr(value))
             raise UsageError(f"{key}={shown}: must be a list with at least one element")
     if len(prompts) != len(seeds):

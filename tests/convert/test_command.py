@@ -190,13 +190,37 @@ def test_a_known_number_of_processes_is_kept(capsys):
         ("mpiexec -n4 python", "-n 4"),
         ("mpirun -n 8 -N 4 python", "-n 8 -ppn 4"),  # Open MPI
         ("aprun -n 8 -N 4 python", "-n 8 -ppn 4"),
-        ("mpiexec -n 4 numactl -N 1 -m 1 python", "-n 4"),  # numactl's -N is not mpiexec's
+        ("mpiexec.openmpi -np 8 -N 4 python", "-n 8 -ppn 4"),
+        ("flux run -N 2 --tasks-per-node=4 python", "-n 8 -ppn 4"),
+        ("accelerate launch --num-processes 8 --num-machines 2", "-n 8 -ppn 4"),
+        # srun starts torchrun once on each host
+        ("srun -N 4 --ntasks-per-node=1 torchrun --nnodes 4 --nproc_per_node 8", "-n 32 -ppn 8"),
+        ("srun -n4 -N4 accelerate launch --num_processes 32 --num_machines 4", "-n 32 -ppn 8"),
         ("env A=1 /opt/bin/mpirun -n 8 -N 4 env B=1 python", "-n 8 -ppn 4"),
     ],
 )
 def test_no_host_of_a_launcher_is_dropped(launcher, numbers, capsys):
     line, notes = convert(capsys, f"{launcher} pretrain_gpt.py --num-layers 2")
     assert line.startswith(f"python -m jaxgpt.launch {numbers} -- ") and "launcher" not in notes
+
+
+def test_options_of_programs_between_launcher_and_python_are_listed(capsys):
+    for launcher, numbers, options in (
+        ("mpiexec -n 4 numactl -N 1 -m 1", "-n 4", "-N 1, -m 1"),
+        ("numactl -N 0 python -m jaxgpt.launch -n 2 --", "-n 2", "-N 0"),
+        ("nice -n 5 mpiexec -n 4", "-n 4", "-n 5"),
+    ):
+        line, notes = convert(capsys, f"{launcher} python train.py")
+        assert line.startswith(f"python -m jaxgpt.launch {numbers} -- python")
+        assert f"binding: {options}" in notes
+    line, _ = convert(capsys, "conda run -n nanogpt python train.py")
+    assert line.startswith("python -m jaxgpt.train")
+
+
+@pytest.mark.parametrize("inner", ["$PYTHON", "torchrun --nproc_per_node=4"])
+def test_jaxgpt_launch_starts_the_new_command_only(inner, capsys):
+    line, _ = convert(capsys, f"python -m jaxgpt.launch -n 4 -- {inner} train.py")
+    assert line == "python -m jaxgpt.launch -n 4 -- python -m jaxgpt.train --config gpt2"
 
 
 @pytest.mark.parametrize("launcher", ["mpiexec -n 8", "torchrun --nproc_per_node=4 --nnodes=2"])
@@ -232,7 +256,6 @@ def test_variables_come_from_the_environment(tmp_path, capsys, monkeypatch):
             "python -m jaxgpt.launch -n 8 -ppn 8 -- python -m jaxgpt.train --config gpt2",
         ),
         ("python train.py", "python -m jaxgpt.train --config gpt2"),  # nanoGPT's defaults
-        ("python src/my_train.py --seed=3", "python -m jaxgpt.train --config gpt2 train.seed=3"),
         (
             "python data/shakespeare_char/prepare.py",
             "python -m jaxgpt.prepare shakespeare_char",
