@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgpt.bench.harness import PROG, Result, Value, open_job, spread
+from jaxgpt.cluster.environment import check_no_launcher
 from jaxgpt.cluster.launchers import find_mpiexec
 from jaxgpt.config import UsageError, parse_args, skip_ranges
-from jaxgpt.doctor.launcher import check_no_launcher
 from jaxgpt.train.init_from import initial_model
 
 IMPORTS = "import jax, flax.nnx, optax"

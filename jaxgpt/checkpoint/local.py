@@ -86,6 +86,9 @@ class LocalFolder:
         that is copied, renamed or found to be damaged. Call this only on process 0. Raises
         `UsageError` if a checkpoint cannot be read, copied or renamed.
         """
+        steps = list_checkpoints(self.directory)
+        if not steps:
+            return []
         notes, metrics = [], self._run / METRICS
         records = read_records(metrics) if metrics.exists() else []
         reached = max((r["step"] for r in records if r["kind"] not in PERSISTENT_KINDS), default=0)
@@ -93,7 +96,7 @@ class LocalFolder:
         # checkpoint.local or none.
         trained = (start["time"] for start in read_starts(self._run) if start["first_step"])
         newest_start = max(trained, default=0.0)
-        for step in list_checkpoints(self.directory):
+        for step in steps:
             path = self._path(step)
             try:
                 if step in list_checkpoints(self._run):

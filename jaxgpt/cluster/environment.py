@@ -81,6 +81,18 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     return Launch("single process")
 
 
+def check_no_launcher(remedy: str) -> None:
+    """Raise `UsageError` if a launcher, such as mpiexec or srun, started this process.
+
+    Call this in commands that start their own processes. Otherwise, every process of the job would
+    start them, and they would inherit the launcher's variables. The error message ends with
+    `remedy`. Also raises `UsageError` if the launcher's variables are invalid.
+    """
+    launch = find_launch(os.environ)
+    if launch.through is not None:
+        raise UsageError(f"{launch.variable}: is set by a launcher; {remedy}")
+
+
 def rank_from_env() -> int:
     """Return this process's rank from the environment, or 0 if its variables are invalid."""
     try:

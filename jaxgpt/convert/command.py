@@ -46,14 +46,15 @@ PER_HOST = {
 HOSTS = {"--nnodes", "--nodes", "--num_nodes", "--num_machines", "--num-machines"}
 MPI = {"mpiexec", "mpiexec.hydra", "mpiexec.openmpi", "mpirun", "orterun", "prun"}
 N_IS_HOSTS = {"srun", "sbatch", "flux"}  # for other launchers, -N is the processes per host
+TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 # Launchers that srun or mpiexec may start once on each host.
-INNER = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"}
-ONE_PER_HOST = {"srun", "flux", "torchrun", "torch.distributed.run", "torch.distributed.launch"}
+NESTED = {*TORCH, "accelerate", "deepspeed"}
+ONE_PER_HOST = {"srun", "flux", *TORCH}
 # Launchers, and options of others, that start processes on several hosts by default.
 WHOLE_JOB = {"srun", *MPI}
 HOST_FILES = {"--hostfile", "-hostfile", "--machinefile", "-machinefile", "-H"}
 OWN_LAUNCHER = "jaxgpt.launch"
-LAUNCHERS = {*MPI, *N_IS_HOSTS, *INNER, "aprun", "launch", OWN_LAUNCHER}
+LAUNCHERS = {*MPI, *N_IS_HOSTS, *NESTED, "aprun", "launch", OWN_LAUNCHER}
 PYTHON = {"-m", "-u"}  # Python's own options
 # Programs that start a launcher or Python, and have options of their own.
 WRAPPERS = {"numactl", "taskset", "env", "nice", "conda", "mamba", "micromamba"}
@@ -371,34 +372,48 @@ def _split_number(word: str) -> list[str]:
     return [*match.groups()] if match else [word]
 
 
-def _other_options(words: list[str]) -> list[str]:
-    """Return the launcher options that `_launcher` does not use, with their values."""
-    options: list[str] = []
-    used = of_launcher = TOTAL | PER_HOST | HOSTS | PYTHON | {"-N"}  # torchrun -m MODULE
-    takes_value = False
+def _with_owners(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word, after the kind of program that its options belong to.
+
+    The kind is `launcher`, `wrapper` or `python`, or empty if the word is the program itself. Words
+    before the first program count as a launcher's.
+    """
+    kind = "launcher"
     for word in words:
         name = word.rpartition("/")[2]
         if name in LAUNCHERS:
-            used = of_launcher
+            program = "launcher"
         elif name in WRAPPERS:
-            used = set()
-        elif _PYTHON.fullmatch(word):
-            used = PYTHON
-        elif re.match(r"--?\w", word):
-            takes_value = word.split("=")[0] not in used
-            options += [word] if takes_value else []
-            takes_value = takes_value and "=" not in word
-            continue
-        elif takes_value:
-            options[-1] += f" {word}"
-        takes_value = False
+            program = "wrapper"
+        else:
+            program = "python" if _PYTHON.fullmatch(word) else ""
+        kind = program or kind
+        yield "" if program else kind, word
+
+
+def _other_options(words: list[str]) -> list[str]:
+    """Return the launcher options that `_launcher` does not use, with their values."""
+    of_launcher = TOTAL | PER_HOST | HOSTS | PYTHON | {"-N"}  # torchrun -m MODULE
+    used = {"launcher": of_launcher, "wrapper": set(), "python": PYTHON}
+    options: list[str] = []
+    takes_value = False
+    for kind, word in _with_owners(words):
+        name, equals, _ = word.partition("=")
+        if kind and re.match(r"--?\w", word):
+            is_other = name not in used[kind]
+            options += [word] if is_other else []
+            takes_value = is_other and not equals
+        else:
+            if kind and takes_value:
+                options[-1] += f" {word}"
+            takes_value = False
     return options
 
 
 def _own_launcher(words: list[str]) -> str:
     """Return a call of jaxgpt.launch, with its options, up to the Python that it starts."""
     start = words.index(OWN_LAUNCHER)
-    is_end = [word[:1] == "$" or word in INNER or _PYTHON.fullmatch(word) for word in words]
+    is_end = [word[:1] == "$" or word in NESTED or _PYTHON.fullmatch(word) for word in words]
     ends = [i for i in range(start + 1, len(words)) if is_end[i]]
     return " ".join(["python -m", *map(_quote, words[start : min(ends, default=None)]), ""])
 
@@ -411,22 +426,16 @@ def _launcher(words: list[str]) -> tuple[str, int | None]:
     `-n`, so that jaxgpt.launch uses all hosts of the job. No note is printed if the launcher itself
     uses all hosts and only the number of processes per host is given.
     """
-    inner = max((i for i, word in enumerate(words) if word in INNER), default=0)
-    if HOSTS & {word.split("=")[0] for word in words[inner:]}:
-        words = words[inner:]  # srun or mpiexec only starts this launcher on each host
+    nested = max((i for i, word in enumerate(words) if word in NESTED), default=0)
+    if HOSTS & {word.split("=")[0] for word in words[nested:]}:
+        words = words[nested:]  # srun or mpiexec only starts this launcher on each host
     programs = {word.rpartition("/")[2] for word in words}
     host_names, per_host_names = HOSTS, PER_HOST | {"-N"}
     if programs & N_IS_HOSTS:
         host_names, per_host_names = HOSTS | {"-N"}, PER_HOST
     pairs = [word.split("=", 1) for word in words if re.match(r"-.*=", word)]
-    reads_n = True
-    for word, value in zip(words, words[1:], strict=False):
-        name = word.rpartition("/")[2]
-        if name in LAUNCHERS:
-            reads_n = True
-        elif name in WRAPPERS or _PYTHON.fullmatch(word):
-            reads_n = False  # -n and -N that follow are not options of the launcher
-        if word not in ("-n", "-N") or reads_n:
+    for (kind, word), value in zip(_with_owners(words), words[1:], strict=False):
+        if kind == "launcher" or word not in ("-n", "-N"):  # wrappers have their own -n and -N
             pairs.append([word, value])
     numbers, unknown = {}, {}
     for name, value in pairs:

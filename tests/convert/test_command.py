@@ -154,20 +154,6 @@ def test_a_launcher_without_numbers_uses_all_hosts(launcher, capsys):
     assert "note: number of processes: the value is not known before the job starts" in notes
 
 
-@pytest.mark.parametrize(
-    ("launcher", "start"),
-    [
-        ("srun -N 1 --ntasks-per-node=4", "python -m jaxgpt.launch -n 4 -ppn 4 -- "),
-        ("mpirun --np 4", "python -m jaxgpt.launch -n 4 -- "),
-        ("mpiexec -n 1", "python -m jaxgpt.train "),
-        ("deepspeed --num_gpus 4", "python -m jaxgpt.launch -n 4 -ppn 4 -- "),
-    ],
-)
-def test_a_launcher_with_all_numbers_keeps_them(launcher, start, capsys):
-    line, notes = convert(capsys, f"{launcher} python pretrain_gpt.py --num-layers 2")
-    assert line.startswith(start) and notes == ""
-
-
 def test_a_launcher_without_other_options_gets_no_note(capsys):
     for launcher in ("mpiexec -n 8 -ppn 4 python3 -u -m", "python -m torch.distributed.run -m"):
         assert (
@@ -183,6 +169,9 @@ def test_a_known_number_of_processes_is_kept(capsys):
 @pytest.mark.parametrize(
     ("launcher", "numbers"),
     [
+        ("srun -N 1 --ntasks-per-node=4 python", "-n 4 -ppn 4"),
+        ("mpirun --np 4 python", "-n 4"),
+        ("deepspeed --num_gpus 4 python", "-n 4 -ppn 4"),
         ("torchrun --nnodes=2", "-n 2 -ppn 1"),  # one process per host, by default
         ("srun -N 2 python", "-n 2 -ppn 1"),
         ("srun -N2 -n8 python", "-n 8 -ppn 4"),
@@ -199,9 +188,14 @@ def test_a_known_number_of_processes_is_kept(capsys):
         ("env A=1 /opt/bin/mpirun -n 8 -N 4 env B=1 python", "-n 8 -ppn 4"),
     ],
 )
-def test_no_host_of_a_launcher_is_dropped(launcher, numbers, capsys):
+def test_the_numbers_of_a_launcher_are_kept_without_notes(launcher, numbers, capsys):
     line, notes = convert(capsys, f"{launcher} pretrain_gpt.py --num-layers 2")
-    assert line.startswith(f"python -m jaxgpt.launch {numbers} -- ") and "launcher" not in notes
+    assert line.startswith(f"python -m jaxgpt.launch {numbers} -- ") and notes == ""
+
+
+def test_a_single_process_needs_no_launcher(capsys):
+    line, notes = convert(capsys, "mpiexec -n 1 python pretrain_gpt.py --num-layers 2")
+    assert line.startswith("python -m jaxgpt.train ") and notes == ""
 
 
 def test_options_of_programs_between_launcher_and_python_are_listed(capsys):

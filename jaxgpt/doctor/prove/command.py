@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from jaxgpt import __version__
 from jaxgpt.cluster import shutdown
+from jaxgpt.cluster.environment import check_no_launcher
 from jaxgpt.config import CommandParser, UsageError, file_path, whole_number
-from jaxgpt.doctor.launcher import check_no_launcher
 from jaxgpt.doctor.prove.checks import CHECKS, ab_check
 from jaxgpt.doctor.prove.measure import Commands, Missing, Row
 from jaxgpt.tracking.jsonl import atomic_write_text
